@@ -1,0 +1,41 @@
+"""Shared fixtures. Triton reads TRITON_INTERPRET when it is imported, so it is set before that."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run: the GPU where there is one, else the CPU through Triton's interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def nan_filled_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what torch.empty and its kin return with NaN, so that an element nobody writes is seen."""
+
+    def poisoned(make):
+        def wrapper(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+        return wrapper
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
