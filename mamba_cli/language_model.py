@@ -1,0 +1,129 @@
+"""The Python door: a loaded model with its tokenizer, `prefill` and `step`."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from mamba_kernels.backend import backend_for, use_backend
+
+from mamba_cli.config import ModelConfig
+from mamba_cli.errors import Mamba2Error
+from mamba_cli.model import Model
+from mamba_cli.state import State, init_state
+from mamba_cli.tokenizer import Tokenizer
+from mamba_cli.weights import Weights
+
+# Tokens that go through the layers at once: it bounds the memory that activations take, and on a
+# CPU keeps them in the cache.
+BLOCK_TOKENS = {"cpu": 512, "cuda": 8192}
+
+Ids = torch.Tensor | Sequence[Sequence[int]]
+
+
+class LanguageModel:
+    """A Mamba language model ready to run.
+
+    Token ids are integers below config.vocab_rows; logits have one column for each embedding row,
+    padding included, and come in the model's dtype.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        name: str = "",
+        backend: str = "auto",
+        load_tokenizer: Callable[[], Tokenizer] | None = None,
+    ):
+        self.config = config
+        self.name = name
+        self.device = weights.device
+        self.dtype = weights.dtype
+        self._load_tokenizer = load_tokenizer
+        with use_backend(backend):
+            self.backend = backend_for(self.device)
+        self.model = Model(config, weights)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, read at first use."""
+        if self._load_tokenizer is None:
+            raise Mamba2Error(f"tokenizer: expected one for {self.name or 'this model'}, got none")
+        return self._load_tokenizer()
+
+    @torch.inference_mode()
+    def __call__(self, input_ids: Ids) -> torch.Tensor:
+        """Return logits (batch, seqlen, vocab_rows) of input_ids (batch, seqlen), from no state."""
+        return self.logits(self.hidden_states(input_ids)[0])
+
+    @torch.inference_mode()
+    def prefill(self, input_ids: Ids, state: State | None = None) -> tuple[torch.Tensor, State]:
+        """Read input_ids (batch, seqlen >= 1) after `state`.
+
+        Returns the last position's logits (batch, vocab_rows) and the state after it; the state that
+        was passed in is left as it was. prefill(a + b) equals prefill(b, prefill(a)).
+        """
+        input_ids = self._ids(input_ids)
+        state = self._own_state(input_ids, state)
+        for block in self._blocks(input_ids):
+            hidden = self._run(self.model.prefill, block, state)[:, -1]
+        return self.logits(hidden), state
+
+    @torch.inference_mode()
+    def step(self, token_ids: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """Read one token a sequence, token_ids (batch,).
+
+        Returns logits (batch, vocab_rows) and the state after it; `state` is left as it was. A loop
+        that needs no old state is faster with `step_`.
+        """
+        state = state.clone()
+        return self.step_(token_ids, state), state
+
+    @torch.inference_mode()
+    def step_(self, token_ids: torch.Tensor, state: State) -> torch.Tensor:
+        """Read one token a sequence, token_ids (batch,); update `state` in place; return logits."""
+        return self.logits(self._run(self.model.step, token_ids.to(self.device), state))
+
+    @torch.inference_mode()
+    def hidden_states(self, input_ids: Ids, state: State | None = None) -> tuple[torch.Tensor, State]:
+        """Return what the head reads at every position (batch, seqlen, d_model), and the new state."""
+        input_ids = self._ids(input_ids)
+        state = self._own_state(input_ids, state)
+        hidden = [self._run(self.model.prefill, block, state) for block in self._blocks(input_ids)]
+        return hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1), state
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits (..., vocab_rows) of hidden states (..., d_model)."""
+        return self.model.head(hidden)
+
+    def init_state(self, batch: int) -> State:
+        """Return the state before any token."""
+        return init_state(self.config, batch, self.dtype, self.device)
+
+    def _run(self, function, *arguments) -> torch.Tensor:
+        with use_backend(self.backend):
+            return function(*arguments)
+
+    def _own_state(self, input_ids: torch.Tensor, state: State | None) -> State:
+        if state is None:
+            return self.init_state(input_ids.shape[0])
+        if state.batch != input_ids.shape[0]:
+            raise Mamba2Error(f"state: expected batch {input_ids.shape[0]}, got {state.batch}")
+        return state.clone()
+
+    def _blocks(self, input_ids: torch.Tensor) -> Sequence[torch.Tensor]:
+        return input_ids.split(max(1, BLOCK_TOKENS[self.device.type] // input_ids.shape[0]), dim=1)
+
+    def _ids(self, input_ids: Ids) -> torch.Tensor:
+        ids = torch.as_tensor(input_ids)
+        if ids.dim() != 2 or 0 in ids.shape or ids.is_floating_point():
+            raise Mamba2Error(
+                f"input_ids: expected integers (batch, seqlen >= 1), got {ids.dtype} {tuple(ids.shape)}"
+            )
+        low, high = ids.min().item(), ids.max().item()
+        if low < 0 or high >= self.config.vocab_rows:
+            raise Mamba2Error(
+                f"input_ids: expected ids in [0, {self.config.vocab_rows}), got {low if low < 0 else high}"
+            )
+        return ids.to(self.device)

@@ -1,0 +1,119 @@
+"""The Mamba-2 mixer (Dao and Gu 2024, section 7): projection, convolution, SSD, gated norm."""
+
+import torch
+import torch.nn.functional as F
+from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from mamba_kernels.chunk_scan import mamba_chunk_scan_combined
+from mamba_kernels.rmsnorm import rmsnorm_fn
+from mamba_kernels.selective_state_update import selective_state_update
+
+from mamba_cli.config import ModelConfig
+from mamba_cli.linear import Linear
+from mamba_cli.state import SSMState
+from mamba_cli.weights import Weights
+
+
+class Mamba2Mixer:
+    """One mixer: u (batch, seqlen, d_model) -> the same shape, with the SSM state carried along."""
+
+    def __init__(self, config: ModelConfig, weights: Weights):
+        self.config = config
+        self.in_proj = Linear(weights("in_proj.weight"), weights.optional("in_proj.bias"))
+        self.conv_weight = weights("conv1d.weight").squeeze(1)
+        self.conv_bias = weights.optional("conv1d.bias")
+        self.dt_bias = weights("dt_bias")
+        self.A = -weights("A_log").exp()
+        D = weights("D")
+        self.D = D.unflatten(0, (config.nheads, config.headdim)) if config.D_has_hdim else D
+        self.norm_weight = weights("norm.weight") if config.rmsnorm else None
+        self.out_proj = Linear(weights("out_proj.weight"), weights.optional("out_proj.bias"))
+
+    def prefill(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
+        """Read seqlen tokens; `state` is updated in place."""
+        config = self.config
+        z0, x0, z, xBC, dt = self._split(self.in_proj(u))
+        window = xBC.transpose(1, 2)
+        conv = causal_conv1d_fn(
+            window,
+            self.conv_weight,
+            self.conv_bias,
+            initial_states=state.conv[..., 1:],
+            activation="silu",
+        ).transpose(1, 2)
+        advance_window(state.conv, window)
+        x, B, C = self._split_conv(conv)
+        y, ssm = mamba_chunk_scan_combined(
+            x,
+            dt,
+            self.A,
+            B,
+            C,
+            config.chunk_size,
+            D=self.D,
+            z=None if config.rmsnorm else z.unflatten(-1, (config.nheads, config.headdim)),
+            dt_bias=self.dt_bias,
+            initial_states=state.ssm,
+            dt_softplus=True,
+            dt_limit=config.dt_limit,
+            return_final_states=True,
+        )
+        state.ssm.copy_(ssm)
+        return self.out_proj(self._gate(y.flatten(-2), z0, x0, z))
+
+    def step(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
+        """Read one token, u (batch, d_model); `state` is updated in place."""
+        config = self.config
+        z0, x0, z, xBC, dt = self._split(self.in_proj(u))
+        conv = causal_conv1d_update(xBC, state.conv, self.conv_weight, self.conv_bias, "silu")
+        x, B, C = self._split_conv(conv)
+        dt = F.softplus(dt + self.dt_bias).clamp(*config.dt_limit)
+        heads = (-1, config.nheads, config.headdim)
+        y = selective_state_update(
+            state.ssm,
+            x,
+            dt[..., None].expand(heads),
+            self.A[:, None, None].expand(*heads[1:], config.d_state),
+            B,
+            C,
+            D=self.D if config.D_has_hdim else self.D[:, None].expand(heads[1:]),
+            z=None if config.rmsnorm else z.unflatten(-1, heads[1:]),
+        )
+        return self.out_proj(self._gate(y.flatten(-2), z0, x0, z))
+
+    def _split(self, zxbcdt: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        config = self.config
+        return zxbcdt.split((config.d_mlp, config.d_mlp, config.d_ssm, config.conv_dim, config.nheads), -1)
+
+    def _split_conv(self, conv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        config = self.config
+        bc = config.ngroups * config.d_state
+        x, B, C = conv.split((config.d_ssm, bc, bc), -1)
+        groups = (config.ngroups, config.d_state)
+        return (
+            x.unflatten(-1, (config.nheads, config.headdim)),
+            B.unflatten(-1, groups),
+            C.unflatten(-1, groups),
+        )
+
+    def _gate(self, y: torch.Tensor, z0: torch.Tensor, x0: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        if self.norm_weight is not None:
+            y = rmsnorm_fn(
+                y,
+                self.norm_weight,
+                None,
+                z=z,
+                eps=config.gated_norm_eps,
+                group_size=config.d_ssm // config.ngroups,
+                norm_before_gate=config.norm_before_gate,
+            )
+        return torch.cat([F.silu(z0) * x0, y], -1) if config.d_mlp else y
+
+
+def advance_window(window: torch.Tensor, x: torch.Tensor) -> None:
+    """Shift `window` (batch, channels, width) in place until x (batch, channels, seqlen) is its end."""
+    width = window.shape[-1]
+    if x.shape[-1] >= width:
+        window.copy_(x[..., -width:])
+    else:
+        window.copy_(torch.cat([window[..., x.shape[-1] :], x], -1))

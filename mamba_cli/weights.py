@@ -1,0 +1,94 @@
+"""Where a model takes its tensors from: a checkpoint or random numbers, placed and cast."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from mamba_cli.config import ModelConfig
+from mamba_cli.schema import KEPT_IN_STORED_DTYPE, tensor_shapes
+from mamba_cli.state import wide_dtype
+
+# What a layer asks for its tensors: a name inside it, "mixer.in_proj.weight".
+Take = Callable[[str], torch.Tensor]
+
+
+class Weights:
+    """Hands out tensors by canonical name on one device, cast to the model's dtype.
+
+    A_log, D, dt_bias and the weights of norms come in fp32 (float64 for a float64 model) whatever
+    the model's dtype: they are small, they are used in fp32, and rounding them buys nothing.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str], torch.Tensor],
+        names: set[str],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self._load = load
+        self._names = names
+        self.device = device
+        self.dtype = dtype
+
+    def __call__(self, name: str) -> torch.Tensor:
+        dtype = wide_dtype(self.dtype) if _is_wide(name) else self.dtype
+        return self._load(name).to(device=self.device, dtype=dtype).contiguous()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def optional(self, name: str) -> torch.Tensor | None:
+        """Return the tensor, or None where this model has none of that name."""
+        return self(name) if name in self else None
+
+    def under(self, prefix: str) -> "Weights":
+        """Return the weights whose names begin with `prefix`, by the rest of their names."""
+        names = {name.removeprefix(prefix) for name in self._names if name.startswith(prefix)}
+        return Weights(lambda name: self._load(prefix + name), names, self.device, self.dtype)
+
+
+def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return fp32 tensors for `config`, distributed as mamba_ssm initialises them (CPU).
+
+    Memory behaves as in a trained model: A is uniform in [1, 16] and dt log-uniform in
+    [0.001, 0.1] (Mamba-1: A is 1 to d_state).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        tensors[name] = _random_tensor(name.rsplit("layers.")[-1], shape, config, generator)
+    return tensors
+
+
+def _is_wide(name: str) -> bool:
+    parts = name.split(".")
+    is_norm = len(parts) > 1 and parts[-2] in ("norm", "norm2", "norm_f")
+    return is_norm or parts[-1] in KEPT_IN_STORED_DTYPE
+
+
+def _random_tensor(
+    name: str, shape: tuple[int, ...], config: ModelConfig, generator: torch.Generator
+) -> torch.Tensor:
+    def uniform(low: float, high: float) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) * (high - low) + low
+
+    if name.endswith("A_log"):
+        if config.layer == "Mamba1":
+            return torch.arange(1, config.d_state + 1).float().log().expand(shape).contiguous()
+        return uniform(1, 16).log()
+    if name.endswith(("dt_bias", "dt_proj.bias")):
+        dt = uniform(math.log(1e-3), math.log(0.1)).exp()
+        return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+    if name.endswith(".D") or "norm" in name.split(".")[-2]:
+        return uniform(0.9, 1.1) if not name.endswith("bias") else uniform(-0.1, 0.1)
+    if name.endswith("bias"):
+        return uniform(-0.1, 0.1)
+    if "conv1d" in name:
+        return uniform(-0.5, 0.5)
+    if name.endswith(("out_proj.weight", "fc2.weight")):
+        return torch.randn(shape, generator=generator) * (shape[1] * config.n_layer) ** -0.5
+    if "embedding" in name or "lm_head" in name:
+        return torch.randn(shape, generator=generator) * 0.02
+    return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
