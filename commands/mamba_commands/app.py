@@ -1,0 +1,149 @@
+"""The `mamba2` command: its subcommands, and the one place where failures become exit statuses.
+
+Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A reader that closes the pipe has what
+it wanted: that is silent, and 0.
+"""
+
+import importlib
+import importlib.metadata
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from mamba_cli.errors import Mamba2Error
+from mamba_commands import output
+
+# Typer carries its own Click, whose usage error has no public name of its own.
+UsageError: Any = typer.BadParameter.__base__
+
+
+class Command(NamedTuple):
+    """A subcommand: `function` of mamba_commands.`module`, imported only when it is asked for."""
+
+    name: str
+    module: str
+    function: str
+    summary: str
+
+    def load(self) -> Callable[..., None]:
+        """Import the module and return its function. Modules import torch inside functions only."""
+        return getattr(importlib.import_module(f"mamba_commands.{self.module}"), self.function)
+
+
+COMMANDS = (
+    Command("generate", "generate", "generate", "Continue a text with a model."),
+    Command("convert", "convert", "convert", "Convert a checkpoint to another format."),
+    Command("inspect", "inspect", "inspect", "Show what a checkpoint holds."),
+    Command("eval-ppl", "eval_ppl", "eval_ppl", "Measure perplexity on a text."),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (sys.argv without `arguments`) and return the exit status."""
+    output.prepare_streams()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with warnings.catch_warnings():
+            _say_warnings_in_one_line()
+            return _run(arguments or ["--help"])
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if os.environ.get("MAMBA2_DEBUG") == "1":
+            traceback.print_exc()
+        return _report(error)
+    finally:
+        output.release_streams()
+
+
+def _run(arguments: list[str]) -> int:
+    # Not app(...): that would turn failures into its own messages and exit statuses.
+    command = typer.main.get_command(_app(arguments))
+    try:
+        with command.make_context("mamba2", arguments) as context:
+            command.invoke(context)
+    except typer.Exit as exit:
+        return exit.exit_code
+    return 0
+
+
+def _app(arguments: list[str]) -> typer.Typer:
+    """Build the application. Only the command that `arguments` names is imported."""
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    named = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for command in COMMANDS:
+        function = command.load() if command.name == named else _not_imported
+        app.command(command.name, short_help=command.summary)(function)
+    return app
+
+
+def _not_imported() -> None:
+    """Stand for a command in the list of commands."""
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        version = importlib.metadata.version("mamba2")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed)"
+    output.Output().data(f"mamba2 {version}")
+    raise typer.Exit()
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """Generate text with Mamba-2 checkpoints, convert them, inspect them, measure them."""
+
+
+def _report(error: Exception) -> int:
+    """Print a failure as one line, a hint where there is one, and return the exit status."""
+    if isinstance(error, Mamba2Error):
+        output.say_error(error.message, error.hint)
+        return 1
+    if isinstance(error, UsageError):
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "mamba2"
+        # Typer spreads choices over several lines and ends its sentences with a full stop.
+        message = " ".join(error.format_message().split()).removesuffix(".")
+        output.say_error(message[:1].lower() + message[1:], f"{path} --help")
+        return 2
+    if isinstance(error, OSError) and error.filename is not None:
+        output.say_error(f"{error.filename}: {error.strerror}")
+        return 1
+    first_line = next(iter(str(error).splitlines()), "")
+    output.say_error(
+        f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__,
+        "set MAMBA2_DEBUG=1 for the traceback",
+    )
+    return 1
+
+
+def _say_warnings_in_one_line() -> None:
+    """Show the toolkit's own warnings as `warning: ...`; other packages' are for their authors."""
+    if os.environ.get("MAMBA2_DEBUG") == "1":
+        return
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("default", module=r"mamba_(kernels|cli|commands)\b")
+    warnings.showwarning = lambda message, *_, **__: output.say(f"warning: {message}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
