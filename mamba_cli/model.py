@@ -7,6 +7,7 @@ from mamba_kernels.rmsnorm import add_norm_fn
 from mamba_cli.attention import AttentionMixer
 from mamba_cli.config import ModelConfig
 from mamba_cli.linear import Linear
+from mamba_cli.mamba1 import Mamba1Mixer
 from mamba_cli.mamba2 import Mamba2Mixer
 from mamba_cli.state import State
 from mamba_cli.weights import Weights
@@ -98,7 +99,7 @@ class GatedMLP:
         return self.fc2(y * F.silu(gate))
 
 
-def _mixer(config: ModelConfig, index: int, weights: Weights) -> Mamba2Mixer | AttentionMixer:
+def _mixer(config: ModelConfig, index: int, weights: Weights) -> Mamba1Mixer | Mamba2Mixer | AttentionMixer:
     if index in config.attn_layer_idx:
         return AttentionMixer(config.attention, weights)
-    return Mamba2Mixer(config, weights)
+    return (Mamba1Mixer if config.layer == "Mamba1" else Mamba2Mixer)(config, weights)

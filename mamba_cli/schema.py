@@ -6,9 +6,9 @@ made from it, and nothing else in the toolkit repeats a shape.
 
 from mamba_cli.config import ModelConfig
 
-# Kept in the precision they are stored in and computed in fp32: exp(A_log) and softplus(dt_bias)
-# magnify a rounding over the length of the text.
-KEPT_IN_STORED_DTYPE = ("A_log", "D", "dt_bias")
+# Ends of the names that stay in the precision they are stored in and are computed in fp32: exp(A_log)
+# and softplus(dt_bias) magnify a rounding over the length of the text.
+KEPT_IN_STORED_DTYPE = (".A_log", ".D", ".dt_bias", ".dt_proj.bias")
 
 Shape = tuple[int, ...]
 

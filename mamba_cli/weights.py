@@ -9,15 +9,12 @@ from mamba_cli.config import ModelConfig
 from mamba_cli.schema import KEPT_IN_STORED_DTYPE, tensor_shapes
 from mamba_cli.state import wide_dtype
 
-# What a layer asks for its tensors: a name inside it, "mixer.in_proj.weight".
-Take = Callable[[str], torch.Tensor]
-
 
 class Weights:
     """Hands out tensors by canonical name on one device, cast to the model's dtype.
 
-    A_log, D, dt_bias and the weights of norms come in fp32 (float64 for a float64 model) whatever
-    the model's dtype: they are small, they are used in fp32, and rounding them buys nothing.
+    A_log, D, the bias of dt and the weights of norms come in fp32 (float64 for a float64 model)
+    whatever the model's dtype: they are small, are used in fp32, and rounding them buys nothing.
     """
 
     def __init__(
@@ -26,27 +23,26 @@ class Weights:
         names: set[str],
         device: torch.device,
         dtype: torch.dtype,
+        prefix: str = "",
     ):
         self._load = load
         self._names = names
+        self._prefix = prefix
         self.device = device
         self.dtype = dtype
 
     def __call__(self, name: str) -> torch.Tensor:
+        name = self._prefix + name
         dtype = wide_dtype(self.dtype) if _is_wide(name) else self.dtype
         return self._load(name).to(device=self.device, dtype=dtype).contiguous()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
     def optional(self, name: str) -> torch.Tensor | None:
         """Return the tensor, or None where this model has none of that name."""
-        return self(name) if name in self else None
+        return self(name) if self._prefix + name in self._names else None
 
     def under(self, prefix: str) -> "Weights":
-        """Return the weights whose names begin with `prefix`, by the rest of their names."""
-        names = {name.removeprefix(prefix) for name in self._names if name.startswith(prefix)}
-        return Weights(lambda name: self._load(prefix + name), names, self.device, self.dtype)
+        """Return the same weights, asked for by the part of their names after `prefix`."""
+        return Weights(self._load, self._names, self.device, self.dtype, self._prefix + prefix)
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -65,7 +61,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
 def _is_wide(name: str) -> bool:
     parts = name.split(".")
     is_norm = len(parts) > 1 and parts[-2] in ("norm", "norm2", "norm_f")
-    return is_norm or parts[-1] in KEPT_IN_STORED_DTYPE
+    return is_norm or name.endswith(KEPT_IN_STORED_DTYPE)
 
 
 def _random_tensor(
