@@ -78,6 +78,7 @@ def _app(arguments: list[str]) -> typer.Typer:
     """Build the application. Only the command that `arguments` names is imported."""
     app = typer.Typer(
         add_completion=False,
+        rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -1,0 +1,78 @@
+"""Options that several commands share: each has one spelling, one help text and one home."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from mamba_commands.output import Output
+
+# The model inside the package, and the one to name to somebody who wants a real one.
+DEMO_MODEL = "demo"
+SUGGESTED_MODEL = "state-spaces/mamba2-130m"
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a file, or a repo id of the Hugging Face hub.")
+]
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        envvar="MAMBA2_MODEL",
+        help="A folder, a file, or a repo id of the Hugging Face hub. Without one, or with 'demo', "
+        "the small model inside this package.",
+    ),
+]
+
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(metavar="PATH_OR_REPO", help="Use this tokenizer instead of the model's own."),
+]
+
+RevisionOption = Annotated[
+    str | None, typer.Option(metavar="REV", help="Branch, tag or commit of the model's repo.")
+]
+
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        metavar="DEVICE",
+        show_default=False,
+        help="cpu, cuda, cuda:1, or auto (default): a GPU if there is one.",
+    ),
+]
+
+DtypeOption = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(
+        metavar="DTYPE", show_default=False, help="float32, bfloat16, float16, or auto (default): as stored."
+    ),
+]
+
+BackendOption = Annotated[
+    Literal["auto", "torch", "triton"],
+    typer.Option(
+        metavar="BACKEND", show_default=False, help="torch, triton, or auto (default): Triton on a GPU."
+    ),
+]
+
+SeedOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Repeat a result: the same seed, the same text. Random without one."),
+]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
+
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors on stderr.")]
+
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Details on stderr.")]
+
+
+def choose_model(model: str | None, out: Output) -> str:
+    """Return the model to load: the demo, with a note that says so, where none is named."""
+    if model:
+        return model
+    out.note(f"note: using the small demo model; for a real one: --model {SUGGESTED_MODEL}")
+    return DEMO_MODEL
