@@ -1,0 +1,282 @@
+"""What a checkpoint is: sizes, bytes, state, tokenizer, and how long each layer's heads remember.
+
+Everything here comes from the configuration, the tensors' headers and the small tensors A_log and
+dt_bias, so inspecting a large model is quick. Reading every tensor is `mamba_cli.soundness`.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from mamba_cli.checkpoint import Checkpoint
+from mamba_cli.config import ModelConfig
+from mamba_cli.errors import Mamba2Error
+from mamba_cli.schema import tensor_shapes
+from mamba_cli.tokenizer import DEFAULT_TOKENIZER, DEFAULT_VOCAB_SIZES, find_tokenizer, load_tokenizer
+
+# Bits of one element of the SSM state in each format it can be kept in.
+STATE_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "int4": 4}
+SCALE_BYTES = 4  # one fp32 scale for each (head, headdim) row of a quantized SSM state
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters by part. A tied head is the embedding, so it counts 0 here.
+
+    `norms` are the block norms and the final one; the norm inside a mixer counts to the mixer.
+    """
+
+    total: int
+    embedding: int
+    mixers: int
+    mlps: int
+    norms: int
+    head: int
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Tensors of one dtype in the checkpoint's files."""
+
+    dtype: str
+    tensors: int
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes one sequence's memory takes when the SSM state is kept in `dtype`.
+
+    ssm: all layers' SSM states; int8, fp8 and int4 include an fp32 scale for each (head, headdim)
+    row. conv: all layers' convolution windows, and kv_per_token: keys and values of all attention
+    layers for one token; both in `dtype`, or in 16 bits where `dtype` is narrower.
+    """
+
+    dtype: str
+    ssm: int
+    conv: int
+    kv_per_token: int
+
+
+@dataclass(frozen=True)
+class HalfLife:
+    """Tokens until a head's memory has decayed to one half: over the heads of one layer."""
+
+    smallest: float
+    median: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """The tokenizer beside the weights; kind None means there is none, and hint what to use instead.
+
+    kind: the name of its file. problem: why it cannot be used with this model, None where it can.
+    """
+
+    kind: str | None
+    size: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+    problem: str | None = None
+    hint: str | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. `half_life` is None for attention, which forgets nothing."""
+
+    index: int
+    kind: str  # "Mamba2", "Mamba1" or "attention"
+    half_life: HalfLife | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The facts of one checkpoint. Sizes in bytes; `padding` counts embedding rows that are no token."""
+
+    model: str
+    folder: str
+    format: str
+    reason: str
+    family: str
+    config: ModelConfig
+    parameters: Parameters
+    stored: tuple[StoredBytes, ...]
+    padding: int
+    state: tuple[StateBytes, ...]
+    tokenizer: TokenizerFacts
+    layers: tuple[Layer, ...]
+
+
+def inspect_checkpoint(checkpoint: Checkpoint, model: str) -> Inspection:
+    """Gather the facts of an opened checkpoint; `model` is what the user called it."""
+    config = checkpoint.config
+    return Inspection(
+        model=model,
+        folder=str(checkpoint.folder),
+        format=checkpoint.format,
+        reason=checkpoint.reason,
+        family=family(config),
+        config=config,
+        parameters=count_parameters(config),
+        stored=stored_bytes(checkpoint),
+        padding=config.vocab_rows - config.vocab_size,
+        state=tuple(state_bytes(config, dtype) for dtype in STATE_BITS),
+        tokenizer=tokenizer_facts(checkpoint),
+        layers=tuple(_layer(checkpoint, index) for index in range(config.n_layer)),
+    )
+
+
+def family(config: ModelConfig) -> str:
+    """The model's kind in words."""
+    if config.layer == "Mamba1":
+        name = (
+            "Mamba-1" if config.bcdt_norm_eps is None else "Mamba-1 with norms on B, C and dt (FalconMamba)"
+        )
+    else:
+        name = "Mamba-2"
+    return f"{name} with attention layers" if config.attn_layer_idx else name
+
+
+def dimensions(config: ModelConfig) -> dict[str, Any]:
+    """Return every size and switch by mamba_ssm's name, without those this kind of layer lacks.
+
+    vocab_rows, d_inner, nheads and conv_dim follow from the others.
+    """
+    mamba1 = {"dt_rank": config.dt_rank, "bcdt_norm_eps": config.bcdt_norm_eps}
+    mamba2 = {
+        "d_ssm": config.d_ssm,
+        "headdim": config.headdim,
+        "nheads": config.nheads,
+        "ngroups": config.ngroups,
+        "chunk_size": config.chunk_size,
+        "D_has_hdim": config.D_has_hdim,
+        "rmsnorm": config.rmsnorm,
+        "gated_norm_eps": config.gated_norm_eps,
+        "norm_before_gate": config.norm_before_gate,
+        "dt_limit": list(config.dt_limit),
+    }
+    return {
+        "layer": config.layer,
+        "d_model": config.d_model,
+        "n_layer": config.n_layer,
+        "d_intermediate": config.mlp_dim,
+        "vocab_size": config.vocab_size,
+        "vocab_rows": config.vocab_rows,
+        "tie_embeddings": config.tie_embeddings,
+        "d_state": config.d_state,
+        "d_conv": config.d_conv,
+        "expand": config.d_inner / config.d_model,
+        "d_inner": config.d_inner,
+        "conv_dim": config.conv_dim,
+        **(mamba2 if config.layer == "Mamba2" else mamba1),
+        "bias": config.bias,
+        "conv_bias": config.conv_bias,
+        "rms_norm": config.rms_norm,
+        "norm_eps": config.norm_eps,
+        "residual_in_fp32": config.residual_in_fp32,
+        "attn_layer_idx": list(config.attn_layer_idx),
+        "attn_cfg": asdict(config.attention) if config.attention else {},
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+    }
+
+
+def count_parameters(config: ModelConfig) -> Parameters:
+    """Count the parameters of a model of this configuration."""
+    counts = dict.fromkeys(("embedding", "mixers", "mlps", "norms", "head"), 0)
+    for name, shape in tensor_shapes(config).items():
+        counts[_part(name)] += math.prod(shape)
+    return Parameters(total=sum(counts.values()), **counts)
+
+
+def _part(name: str) -> str:
+    for fragment, part in ((".mixer.", "mixers"), (".mlp.", "mlps"), (".embedding.", "embedding")):
+        if fragment in name:
+            return part
+    return "head" if name.startswith("lm_head.") else "norms"
+
+
+def stored_bytes(checkpoint: Checkpoint) -> tuple[StoredBytes, ...]:
+    """Sum the tensors by the dtype they are stored in, most bytes first."""
+    sums: dict[str, list[int]] = {}
+    for tensor in checkpoint.tensors.values():
+        entry = sums.setdefault(dtype_name(tensor.dtype), [0, 0, 0])
+        for position, amount in enumerate((1, math.prod(tensor.shape), tensor.nbytes)):
+            entry[position] += amount
+    ordered = sorted(sums.items(), key=lambda item: -item[1][2])
+    return tuple(StoredBytes(dtype, *entry) for dtype, entry in ordered)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def state_bytes(config: ModelConfig, dtype: str) -> StateBytes:
+    """Return the bytes of one sequence's state with the SSM state in `dtype`, a key of STATE_BITS."""
+    bits = STATE_BITS[dtype]
+    wide = max(bits, 16) // 8
+    attention_layers = len(config.attn_layer_idx)
+    mamba_layers = config.n_layer - attention_layers
+    row = (config.d_state * bits + 7) // 8 + (SCALE_BYTES if bits < 16 else 0)
+    conv = mamba_layers * config.conv_dim * config.d_conv
+    kv = 0
+    if config.attention is not None:
+        conv += attention_layers * config.attention.qkv_dim * config.attention.d_conv
+        kv = attention_layers * 2 * config.attention.num_heads_kv * config.attention.head_dim
+    return StateBytes(dtype, ssm=mamba_layers * config.d_ssm * row, conv=conv * wide, kv_per_token=kv * wide)
+
+
+def tokenizer_facts(checkpoint: Checkpoint) -> TokenizerFacts:
+    """Describe the tokenizer that lies with the checkpoint; nothing is fetched."""
+    config = checkpoint.config
+    beside = str(checkpoint.folder)
+    try:
+        find_tokenizer(checkpoint.folder, config, beside)
+    except Mamba2Error:
+        usual = config.vocab_size in DEFAULT_VOCAB_SIZES
+        hint = f"such models use {DEFAULT_TOKENIZER}" if usual else "name one with --tokenizer PATH_OR_REPO"
+        return TokenizerFacts(None, hint=hint)
+    kind = next(
+        path.name
+        for pattern in ("tokenizer.json", "tokenizer.model*", "*")
+        for path in sorted(checkpoint.folder.glob(pattern))
+    )
+    try:
+        tokenizer = load_tokenizer(checkpoint, beside)
+    except Mamba2Error as error:
+        return TokenizerFacts(kind, problem=error.message, hint=error.hint)
+    return TokenizerFacts(kind, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+
+
+def half_lives(A_log: torch.Tensor, dt_bias: torch.Tensor, dt_limit: tuple[float, float]) -> torch.Tensor:
+    """Return the tokens after which a state is halved when in_proj contributes nothing to dt.
+
+    The state decays by exp(dt*A) a token, dt = softplus(dt_bias) clamped to dt_limit and
+    A = -exp(A_log) (Dao and Gu 2024, arXiv:2405.21060, section 6 and listing 1; mamba_ssm's
+    Mamba2.step), so half of it is left after ln 2 / (dt*exp(A_log)) tokens. Text moves dt from there.
+
+    A_log: (nheads,) for Mamba-2, (d_inner, d_state) for Mamba-1. dt_bias: (nheads,) or (d_inner,).
+    The result is float64 in A_log's shape; infinite where nothing decays.
+    """
+    dt = torch.nn.functional.softplus(dt_bias.double()).clamp(*dt_limit)
+    rate = A_log.double().exp() * dt.reshape(-1, *[1] * (A_log.dim() - 1))
+    return math.log(2) / rate
+
+
+def _layer(checkpoint: Checkpoint, index: int) -> Layer:
+    config = checkpoint.config
+    if index in config.attn_layer_idx:
+        return Layer(index, "attention", None)
+    mixer = f"backbone.layers.{index}.mixer."
+    dt_bias = "dt_bias" if config.layer == "Mamba2" else "dt_proj.bias"
+    A_log, bias = (checkpoint.tensors[mixer + name].load() for name in ("A_log", dt_bias))
+    lives = half_lives(A_log, bias, config.dt_limit)
+    return Layer(index, config.layer, HalfLife(lives.min().item(), lives.median().item(), lives.max().item()))
