@@ -29,8 +29,12 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
-# What the end of a text is called by tokenizers that have no configuration beside them.
-END_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+# What special tokens are called in tokenizers that have no configuration beside them.
+USUAL_NAMES = {
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "eos": ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"),
+    "pad": (),
+}
 
 
 class Backend(Protocol):
@@ -251,7 +255,7 @@ class _SentencePiece:
         return self._processor.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._processor.decode([token_id for token_id in ids if token_id < self.vocab_size])
+        return self._processor.decode(list(ids))
 
     def token_id(self, token: str) -> int | None:
         token_id = self._processor.piece_to_id(token)
@@ -288,12 +292,11 @@ def _special_ids(folder: Path, config: ModelConfig, backend: Backend) -> dict[st
     named = [_read_json(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
     generation = _read_json(folder / "generation_config.json")
     special: dict[str, int | None] = {}
-    for kind in ("bos", "eos", "pad"):
+    for kind, usual_names in USUAL_NAMES.items():
         candidates = [_id_of(file.get(f"{kind}_token"), backend) for file in named]
         candidates.append(_first(generation.get(f"{kind}_token_id")))
         candidates.append(getattr(config, f"{kind}_token_id"))
-        if kind == "eos":
-            candidates += [backend.token_id(name) for name in END_OF_TEXT]
+        candidates += [backend.token_id(name) for name in usual_names]
         known = (found for found in candidates if found is not None and 0 <= found < backend.vocab_size)
         special[kind] = next(known, None)
     return special
