@@ -3,15 +3,18 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from mamba_cli.errors import Mamba2Error
-from mamba_cli.language_model import LanguageModel
 from mamba_cli.sampling import SamplingParams, UniformNumbers, sample
-from mamba_cli.state import State
 from mamba_cli.stops import StopStrings
 from mamba_cli.tokenizer import TextStream
+
+if TYPE_CHECKING:
+    from mamba_cli.language_model import LanguageModel
+    from mamba_cli.state import State
 
 # Random numbers are drawn for this many steps at a time, to be sent to the device at once.
 STEPS_DRAWN = 256
@@ -66,7 +69,7 @@ class Generation:
 
 
 def generate(
-    lm: LanguageModel,
+    lm: "LanguageModel",
     prompt_ids: Sequence[int],
     params: SamplingParams,
     *,
@@ -123,9 +126,9 @@ def generate(
 
 @torch.inference_mode()
 def _decode(
-    lm: LanguageModel,
+    lm: "LanguageModel",
     logits: torch.Tensor,
-    state: State,
+    state: "State",
     params: SamplingParams,
     vocab_size: int,
     prompt_ids: Sequence[int],
