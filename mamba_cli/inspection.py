@@ -97,7 +97,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts of one checkpoint. Sizes in bytes; `padding` counts embedding rows that are no token."""
+    """The facts of one checkpoint. `padding` counts the embedding's rows that stand for no token.
+
+    `notes` are what a reader should know besides, one line each.
+    """
 
     model: str
     folder: str
@@ -111,6 +114,7 @@ class Inspection:
     state: tuple[StateBytes, ...]
     tokenizer: TokenizerFacts
     layers: tuple[Layer, ...]
+    notes: tuple[str, ...]
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, model: str) -> Inspection:
@@ -129,6 +133,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, model: str) -> Inspection:
         state=tuple(state_bytes(config, dtype) for dtype in STATE_BITS),
         tokenizer=tokenizer_facts(checkpoint),
         layers=tuple(_layer(checkpoint, index) for index in range(config.n_layer)),
+        notes=checkpoint.notes,
     )
 
 

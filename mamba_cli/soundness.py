@@ -50,7 +50,8 @@ def check_checkpoint(
     on_read: called with a tensor's bytes once it is checked.
     Raises Mamba2Error where a tensor cannot be read.
     """
-    findings = list(check_config(checkpoint.config, tokenizer_facts(checkpoint)))
+    findings = [Finding(False, "config", "checkpoint", note) for note in checkpoint.notes]
+    findings += check_config(checkpoint.config, tokenizer_facts(checkpoint))
     nbytes = 0
     for name, stored in checkpoint.tensors.items():
         findings += check_values(name, stored.load())

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from mamba_commands.app import main
 from mamba_commands.log_axis import BAR, PLAIN_BAR, LogAxis, short
 from model_testing import DATA
@@ -59,7 +58,7 @@ def test_json_holds_every_fact_in_strict_json(capsys, model):
     facts = document(capsys, str(GOLDEN / model))
     assert list(facts) == [
         "model", "folder", "format", "reason", "family", "config", "parameters", "stored", "padding", "state",
-        "tokenizer", "layers",
+        "tokenizer", "layers", "notes",
     ]  # fmt: skip
     original = json.loads((GOLDEN / model / "config.json").read_text())
     assert facts["format"] == "state-spaces"
@@ -170,6 +169,13 @@ def test_a_config_that_contradicts_the_tensors_is_reported_with_both_numbers(cap
     assert captured.out == ""
     assert "63" in captured.err
     assert "64" in captured.err
+
+
+def test_a_head_unlike_the_embedding_it_is_tied_to_is_noted(capsys, planted):
+    folder = planted("lm_head.weight", lambda head: head + 1)
+    (note,) = document(capsys, folder)["notes"]
+    assert main(["inspect", folder, "--check"]) == 0
+    assert f"suspicious\tconfig\tcheckpoint\t{note}" in capsys.readouterr().out
 
 
 def test_axis_covers_whole_decades_and_orders_its_columns():

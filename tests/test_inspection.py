@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_testing import BASE, DATA, VARIANTS
 
 from mamba_cli.checkpoint import open_checkpoint
 from mamba_cli.config import ModelConfig
@@ -20,11 +21,10 @@ from mamba_cli.inspection import (
     tokenizer_facts,
 )
 from mamba_cli.shapes import published_config
-from mamba_cli.soundness import BLOCK, Finding, check_checkpoint, check_config, check_values
+from mamba_cli.soundness import BLOCK, check_checkpoint, check_config, check_values
 from mamba_cli.state import AttentionState, init_state
 from mamba_cli.tokenizer import DEFAULT_TOKENIZER
 from mamba_cli.weights import random_tensors
-from model_testing import BASE, DATA, VARIANTS
 
 CODESTRAL = dataclasses.replace(
     published_config("2.7b"), d_model=4096, d_inner=8192, d_ssm=8192, ngroups=8, vocab_size=32768,
@@ -122,6 +122,7 @@ class Opened:
     folder: Path
     config: ModelConfig
     tensors: dict = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def test_a_model_without_tokenizer_is_told_which_one_such_models_use(tmp_path):

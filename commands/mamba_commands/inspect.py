@@ -84,8 +84,7 @@ def inspect(
 def _check(checkpoint: "Checkpoint", out: Output) -> "Soundness":
     from mamba_cli.soundness import check_checkpoint
 
-    nbytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    with out.progress(nbytes, "checking") as advance:
+    with out.progress(checkpoint.nbytes, "checking") as advance:
         return check_checkpoint(checkpoint, advance)
 
 
@@ -165,8 +164,10 @@ def _facts(inspection: "Inspection") -> Iterator[tuple[str, Any]]:
         yield name, getattr(inspection, name)
     for part, count in asdict(inspection.parameters).items():
         yield f"parameters.{part}", number(count)
+    yield "bytes.total", number(sum(stored.nbytes for stored in inspection.stored))
     for stored in inspection.stored:
         yield f"bytes.{stored.dtype}", number(stored.nbytes)
+    yield "padding", inspection.padding
     tokenizer = asdict(inspection.tokenizer)
     yield "tokenizer", tokenizer.pop("kind")
     yield from ((f"tokenizer.{name}", value) for name, value in tokenizer.items() if value is not None)
@@ -175,7 +176,7 @@ def _facts(inspection: "Inspection") -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{inner}", inner_value) for inner, inner_value in value.items())
         else:
             yield name, value
-    yield "padding", inspection.padding
+    yield from (("note", note) for note in inspection.notes)
 
 
 def _words(value: Any) -> str:
