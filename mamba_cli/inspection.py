@@ -14,6 +14,7 @@ from mamba_cli.checkpoint import Checkpoint
 from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.schema import tensor_shapes
+from mamba_cli.storage import StoredTensor
 from mamba_cli.tokenizer import DEFAULT_TOKENIZER, DEFAULT_VOCAB_SIZES, find_tokenizer, load_tokenizer
 
 # Bits of one element of the SSM state in each format it can be kept in.
@@ -63,7 +64,10 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class HalfLife:
-    """Tokens until a head's memory has decayed to one half: over the heads of one layer."""
+    """Tokens until a head's memory has decayed to one half: over the heads of one layer.
+
+    Mamba-1: over every (channel, state). The median of an even number is the lower of the middle two.
+    """
 
     smallest: float
     median: float
@@ -139,12 +143,9 @@ def inspect_checkpoint(checkpoint: Checkpoint, model: str) -> Inspection:
 
 def family(config: ModelConfig) -> str:
     """The model's kind in words."""
-    if config.layer == "Mamba1":
-        name = (
-            "Mamba-1" if config.bcdt_norm_eps is None else "Mamba-1 with norms on B, C and dt (FalconMamba)"
-        )
-    else:
-        name = "Mamba-2"
+    name = {"Mamba1": "Mamba-1", "Mamba2": "Mamba-2"}[config.layer]
+    if config.bcdt_norm_eps is not None:
+        name += " with norms on B, C and dt (FalconMamba)"
     return f"{name} with attention layers" if config.attn_layer_idx else name
 
 
@@ -210,13 +211,16 @@ def _part(name: str) -> str:
 
 def stored_bytes(checkpoint: Checkpoint) -> tuple[StoredBytes, ...]:
     """Sum the tensors by the dtype they are stored in, most bytes first."""
-    sums: dict[str, list[int]] = {}
+    by_dtype: dict[str, list[StoredTensor]] = {}
     for tensor in checkpoint.tensors.values():
-        entry = sums.setdefault(dtype_name(tensor.dtype), [0, 0, 0])
-        for position, amount in enumerate((1, math.prod(tensor.shape), tensor.nbytes)):
-            entry[position] += amount
-    ordered = sorted(sums.items(), key=lambda item: -item[1][2])
-    return tuple(StoredBytes(dtype, *entry) for dtype, entry in ordered)
+        by_dtype.setdefault(dtype_name(tensor.dtype), []).append(tensor)
+    stored = [
+        StoredBytes(
+            dtype, len(group), sum(math.prod(one.shape) for one in group), sum(one.nbytes for one in group)
+        )
+        for dtype, group in by_dtype.items()
+    ]
+    return tuple(sorted(stored, key=lambda entry: -entry.nbytes))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -251,7 +255,7 @@ def tokenizer_facts(checkpoint: Checkpoint) -> TokenizerFacts:
         return TokenizerFacts(None, hint=hint)
     kind = next(
         path.name
-        for pattern in ("tokenizer.json", "tokenizer.model*", "*")
+        for pattern in ("tokenizer.json", "tokenizer.model*", "vocab.json")
         for path in sorted(checkpoint.folder.glob(pattern))
     )
     try:
@@ -264,8 +268,8 @@ def tokenizer_facts(checkpoint: Checkpoint) -> TokenizerFacts:
 def half_lives(A_log: torch.Tensor, dt_bias: torch.Tensor, dt_limit: tuple[float, float]) -> torch.Tensor:
     """Return the tokens after which a state is halved when in_proj contributes nothing to dt.
 
-    The state decays by exp(dt*A) a token, dt = softplus(dt_bias) clamped to dt_limit and
-    A = -exp(A_log) (Dao and Gu 2024, arXiv:2405.21060, section 6 and listing 1; mamba_ssm's
+    The state decays by exp(dt*A) a token (zero-order hold: Gu and Dao 2023, arXiv:2312.00752,
+    equation 4), dt = softplus(dt_bias) clamped to dt_limit and A = -exp(A_log) (mamba_ssm's
     Mamba2.step), so half of it is left after ln 2 / (dt*exp(A_log)) tokens. Text moves dt from there.
 
     A_log: (nheads,) for Mamba-2, (d_inner, d_state) for Mamba-1. dt_bias: (nheads,) or (d_inner,).
