@@ -46,11 +46,13 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (sys.argv without `arguments`) and return the exit status."""
     output.prepare_streams()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    word = next((argument for argument in arguments if not argument.startswith("-")), None)
+    named = next((command for command in COMMANDS if command.name == word), None)
     try:
         with warnings.catch_warnings():
             _say_warnings_in_one_line()
-            return _run(arguments or ["--help"])
+            return _run(arguments, named)
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
@@ -58,14 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("MAMBA2_DEBUG") == "1":
             traceback.print_exc()
-        return _report(error)
+        return _report(error, named)
     finally:
         output.release_streams()
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], named: Command | None) -> int:
     # Not app(...): that would turn failures into its own messages and exit statuses.
-    command = typer.main.get_command(_app(arguments))
+    command = typer.main.get_command(_app(named))
     try:
         with command.make_context("mamba2", arguments) as context:
             command.invoke(context)
@@ -74,18 +76,17 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _app(arguments: list[str]) -> typer.Typer:
-    """Build the application. Only the command that `arguments` names is imported."""
+def _app(named: Command | None) -> typer.Typer:
+    """Build the application, importing no command but the one that is named."""
     app = typer.Typer(
         add_completion=False,
-        rich_markup_mode=None,
+        rich_markup_mode=None,  # its tables cut the names of options on a narrow terminal
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    named = next((argument for argument in arguments if not argument.startswith("-")), None)
     for command in COMMANDS:
-        function = command.load() if command.name == named else _not_imported
+        function = command.load() if command is named else _not_imported
         app.command(command.name, short_help=command.summary)(function)
     return app
 
@@ -114,17 +115,13 @@ def _root(
     """Generate text with Mamba-2 checkpoints, convert them, inspect them, measure them."""
 
 
-def _report(error: Exception) -> int:
+def _report(error: Exception, named: Command | None) -> int:
     """Print a failure as one line, a hint where there is one, and return the exit status."""
     if isinstance(error, Mamba2Error):
         output.say_error(error.message, error.hint)
         return 1
     if isinstance(error, UsageError):
-        context = getattr(error, "ctx", None)
-        path = context.command_path if context else "mamba2"
-        # Typer spreads choices over several lines and ends its sentences with a full stop.
-        message = " ".join(error.format_message().split()).removesuffix(".")
-        output.say_error(message[:1].lower() + message[1:], f"{path} --help")
+        output.say_error(_usage_message(error), f"see mamba2 {named.name + ' ' if named else ''}--help")
         return 2
     if isinstance(error, OSError) and error.filename is not None:
         output.say_error(f"{error.filename}: {error.strerror}")
@@ -135,6 +132,14 @@ def _report(error: Exception) -> int:
         "set MAMBA2_DEBUG=1 for the traceback",
     )
     return 1
+
+
+def _usage_message(error: Any) -> str:
+    if isinstance(error, typer.BadParameter) and error.param is None:
+        return error.message  # raised by a command, in the form of all messages
+    # Typer begins with a capital, spreads choices over several lines, and may end with a full stop.
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    return message[:1].lower() + message[1:]
 
 
 def _say_warnings_in_one_line() -> None:

@@ -1,0 +1,254 @@
+"""The frame of the command line: help, exit statuses, closed pipes, interrupts, one-line failures."""
+
+import os
+import signal
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable
+
+import pytest
+import typer
+from mamba_commands import app
+
+from mamba_cli.errors import Mamba2Error
+
+# A command `probe` with this body, run by main() in a process of its own.
+PROBE = """
+import sys, types
+from mamba_commands import app, output
+
+def probe():
+    out = output.Output()
+    {body}
+
+sys.modules["mamba_commands.probe"] = types.SimpleNamespace(probe=probe)
+app.COMMANDS = (*app.COMMANDS, app.Command("probe", "probe", "probe", "Probe."))
+sys.exit(app.main(["probe"]))
+"""
+FOREVER = "while True: out.data('line ' * 200)"
+
+
+def start(code: str, **options) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **options.pop("env", {})}
+    environment.pop("MAMBA2_DEBUG", None)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, bytes, bytes]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def probe(monkeypatch, capfd):
+    """Run a function as the command `probe` in this process; return (status, stdout, stderr)."""
+    monkeypatch.delenv("MAMBA2_DEBUG", raising=False)
+    monkeypatch.setattr(app, "COMMANDS", (*app.COMMANDS, app.Command("probe", "probe", "probe", "Probe.")))
+
+    def run(function: Callable[..., None], *arguments: str):
+        monkeypatch.setitem(sys.modules, "mamba_commands.probe", types.SimpleNamespace(probe=function))
+        capfd.readouterr()
+        status = app.main(["probe", *arguments])
+        return status, *capfd.readouterr()
+
+    return run
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def function() -> None:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command(capfd, arguments):
+    assert app.main(arguments) == 0
+    out, err = capfd.readouterr()
+    for command in app.COMMANDS:
+        assert f"  {command.name} " in out and command.summary in out
+    assert err == ""
+
+
+def test_version_is_one_line(capfd):
+    assert app.main(["--version"]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("mamba2 ") and out.count("\n") == 1 and err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], *([c.name, "--help"] for c in app.COMMANDS)]
+)
+def test_help_and_version_import_nothing_heavy(arguments):
+    heavy = {"torch", "transformers", "triton", "numpy", "huggingface_hub", "tokenizers", "pyarrow", "gguf"}
+    code = f"""
+import sys
+from mamba_commands.app import main
+status = main({arguments})
+sys.exit(status or str(sorted({heavy} & set(sys.modules))))
+"""
+    _, out, err = finish(start(code))
+    assert err == b"[]\n" and out
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+@pytest.mark.parametrize("arguments", [["--help"], *([c.name, "--help"] for c in app.COMMANDS)])
+def test_help_fits_the_terminal_and_cuts_nothing(capfd, monkeypatch, arguments, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert app.main(arguments) == 0
+    out = capfd.readouterr().out
+    assert max(map(len, out.splitlines())) <= columns
+    assert "…" not in out and "╭" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "where"),
+    [
+        (["--no-such"], "no such option: --no-such", "mamba2"),
+        (["no-such"], "no such command 'no-such'", "mamba2"),
+        (["generate", "--no-such"], "no such option: --no-such", "mamba2 generate"),
+        (["generate", "--seed"], "'--seed'", "mamba2 generate"),
+        (["generate", "extra"], "extra", "mamba2 generate"),
+    ],
+)
+def test_wrong_usage_is_two_lines_and_status_2(capfd, arguments, message, where):
+    assert app.main(arguments) == 2
+    out, err = capfd.readouterr()
+    first, second = err.splitlines()
+    assert first.startswith("error: ") and message in first
+    assert second == f"hint: see {where} --help"
+    assert out == ""
+
+
+def test_a_failure_is_its_message_and_its_hint(probe):
+    assert probe(raising(Mamba2Error("conv: expected 4, got 5"))) == (
+        1,
+        "",
+        "error: conv: expected 4, got 5\n",
+    )
+    assert probe(raising(Mamba2Error("no file", "fetch it"))) == (1, "", "error: no file\nhint: fetch it\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("first line\nsecond line"), "error: RuntimeError: first line"),
+        (AssertionError(), "error: AssertionError"),
+    ],
+)
+def test_an_unexpected_failure_is_one_line_and_how_to_see_more(probe, error, line):
+    assert probe(raising(error)) == (1, "", f"{line}\nhint: set MAMBA2_DEBUG=1 for the traceback\n")
+
+
+def test_a_failure_of_the_file_system_names_the_file(probe):
+    assert probe(lambda: open("no/such/file") and None) == (
+        1,
+        "",
+        "error: no/such/file: No such file or directory\n",
+    )
+
+
+@pytest.mark.parametrize("error", [Mamba2Error("what: expected X, got Y"), RuntimeError("x")])
+def test_debug_shows_the_traceback_before_the_line(probe, monkeypatch, error):
+    monkeypatch.setenv("MAMBA2_DEBUG", "1")
+    status, _, err = probe(raising(error))
+    assert status == 1
+    assert err.startswith("Traceback (most recent call last):")
+    assert "\nerror: " in err
+
+
+def test_a_command_chooses_its_own_status(probe):
+    assert probe(raising(typer.Exit(1))) == (1, "", "")
+
+
+def test_an_interrupt_is_silent_and_130(probe):
+    assert probe(raising(KeyboardInterrupt())) == (130, "", "")
+
+
+def test_control_c_ends_a_running_command_with_130(tmp_path):
+    process = start(PROBE.format(body="out.data('begun')\n    import time; time.sleep(60)"))
+    assert process.stdout.readline() == b"begun\n"
+    process.send_signal(signal.SIGINT)
+    assert finish(process) == (130, b"", b"")
+
+
+def test_a_reader_that_has_enough_is_no_failure():
+    process = start(PROBE.format(body=FOREVER))
+    process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert (process.wait(60), err) == (0, b"")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_a_reader_that_was_never_there_is_no_failure(arguments):
+    read, write = os.pipe()
+    os.close(read)
+    process = start(
+        f"import sys; from mamba_commands.app import main; sys.exit(main({arguments}))", stdout=write
+    )
+    os.close(write)
+    assert finish(process) == (0, None, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "wb") as full:
+        process = start(PROBE.format(body=FOREVER), stdout=full)
+    assert finish(process) == (1, None, b"error: standard output: No space left on device\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes descriptors by the shell")
+@pytest.mark.parametrize("descriptor", [1, 2])
+def test_a_closed_stream_is_no_failure(descriptor):
+    code = PROBE.format(body="out.data('data'); out.note('note')")
+    command = ["sh", "-c", f'exec "$0" -c "$1" {descriptor}>&-', sys.executable, code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert ran.returncode == 0
+    assert ran.stdout + ran.stderr == (b"note\n" if descriptor == 1 else b"data\n")
+
+
+def test_stdout_is_utf_8_in_any_locale():
+    process = start(
+        PROBE.format(body="out.data('é🙂 \\udcff')"), env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    )
+    assert finish(process) == (0, "é🙂 ".encode() + b"\xff\n", b"")
+
+
+def test_the_toolkits_own_warnings_are_one_line_and_others_are_dropped(probe):
+    def function() -> None:
+        for module in ("mamba_kernels.backend", "transformers.utils"):
+            warnings.warn_explicit("Triton is not used", UserWarning, f"{module}.py", 1, module=module)
+
+    assert probe(function) == (0, "", "warning: Triton is not used\n")
+
+
+def test_main_leaves_warnings_as_they_were():
+    before = warnings.showwarning, list(warnings.filters)
+    app.main(["--version"])
+    assert before == (warnings.showwarning, list(warnings.filters))
+
+
+def test_only_the_named_command_is_imported(probe, monkeypatch):
+    imported = []
+    monkeypatch.setattr(
+        app.Command, "load", lambda self: imported.append(self.name) or (lambda: None), raising=True
+    )
+    app.main(["convert"])
+    assert imported == ["convert"]
+
+
+def test_help_of_every_option_has_a_text():
+    for command in app.COMMANDS:
+        click_command = typer.main.get_command(app._app(command))
+        subcommand = click_command.commands[command.name]
+        assert subcommand.help
+        for parameter in subcommand.params:
+            assert parameter.help, f"{command.name}: {parameter.name}"
