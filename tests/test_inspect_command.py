@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -176,6 +178,17 @@ def test_a_head_unlike_the_embedding_it_is_tied_to_is_noted(capsys, planted):
     (note,) = document(capsys, folder)["notes"]
     assert main(["inspect", folder, "--check"]) == 0
     assert f"suspicious\tconfig\tcheckpoint\t{note}" in capsys.readouterr().out
+
+
+def test_inspecting_loads_no_gpu_code():
+    program = (
+        "import sys; from mamba_commands.app import main; main(sys.argv[1:]);"
+        "print({name.partition('.')[0] for name in sys.modules} & {'triton', 'mamba_kernels'}, file=sys.stderr)"
+    )
+    arguments = [sys.executable, "-c", program, "inspect", str(GOLDEN / "default"), "--check"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == "set()\n"
 
 
 def test_axis_covers_whole_decades_and_orders_its_columns():
