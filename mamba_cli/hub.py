@@ -37,30 +37,7 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
     return _fetch(model, revision)
 
 
-def _fetch(repo: str, revision: str | None) -> Path:
-    """Return the cached folder of a repo with its configuration, tokenizer and weights in it."""
-    wanted = ["config.json", "generation_config.json", *INDEXES, *TOKENIZER_FILES]
-    folder = _snapshot(repo, revision, wanted)
-    if folder is None or not (folder / "config.json").exists():
-        _missing(repo, revision, "config.json")
-    # The rest is of the same commit, even if the branch moves meanwhile.
-    commit = folder.name
-    index = next((folder / name for name in INDEXES if (folder / name).exists()), None)
-    if index is not None:
-        shards = shard_names(index)
-        _snapshot(repo, commit, ["config.json", *shards])
-        for shard in shards:
-            if not (folder / shard).exists():
-                _missing(repo, revision, shard)
-        return folder
-    for name in SINGLE_FILES:
-        _snapshot(repo, commit, ["config.json", name])
-        if (folder / name).exists():
-            return folder
-    _missing(repo, revision, SINGLE_FILES[0])
-
-
-def _snapshot(repo: str, revision: str | None, names: list[str]) -> Path | None:
+def snapshot(repo: str, revision: str | None, names: list[str]) -> Path | None:
     """Return the repo's cached folder with those of `names` that it has; None without network or cache."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import (
@@ -93,6 +70,29 @@ def _snapshot(repo: str, revision: str | None, names: list[str]) -> Path | None:
     except (HfHubHTTPError, HFValidationError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise Mamba2Error(f"{repo}: expected it from the hub, got: {first_line}") from error
+
+
+def _fetch(repo: str, revision: str | None) -> Path:
+    """Return the cached folder of a repo with its configuration, tokenizer and weights in it."""
+    wanted = ["config.json", "generation_config.json", *INDEXES, *TOKENIZER_FILES]
+    folder = snapshot(repo, revision, wanted)
+    if folder is None or not (folder / "config.json").exists():
+        _missing(repo, revision, "config.json")
+    # The rest is of the same commit, even if the branch moves meanwhile.
+    commit = folder.name
+    index = next((folder / name for name in INDEXES if (folder / name).exists()), None)
+    if index is not None:
+        shards = shard_names(index)
+        snapshot(repo, commit, ["config.json", *shards])
+        for shard in shards:
+            if not (folder / shard).exists():
+                _missing(repo, revision, shard)
+        return folder
+    for name in SINGLE_FILES:
+        snapshot(repo, commit, ["config.json", name])
+        if (folder / name).exists():
+            return folder
+    _missing(repo, revision, SINGLE_FILES[0])
 
 
 def _missing(repo: str, revision: str | None, name: str) -> NoReturn:

@@ -156,18 +156,16 @@ def find_tokenizer(folder: Path, config: ModelConfig, source: str | None = None)
 
 def _fetch(repo: str) -> Path:
     """Return the cached folder of the tokenizer files of `repo`, downloaded where need be."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from mamba_cli.hub import REPO_ID, snapshot
 
-    try:
-        folder = Path(snapshot_download(repo, allow_patterns=list(TOKENIZER_FILES)))
-    except HFValidationError as error:
-        raise Mamba2Error(f"tokenizer: expected a folder, a file or a repo id, got {repo}") from error
-    except Exception as error:  # offline, not found, gated: each library version has its own types
+    if not REPO_ID.fullmatch(repo):
+        raise Mamba2Error(f"tokenizer: expected a folder, a file or a repo id (owner/name), got {repo}")
+    folder = snapshot(repo, None, list(TOKENIZER_FILES))
+    if folder is None:
         raise Mamba2Error(
-            f"tokenizer: expected {repo} in the cache or from the hub, got neither",
+            f"tokenizer: expected {repo} from the hub or in its cache, got neither",
             f"hf download {repo} tokenizer.json tokenizer_config.json",
-        ) from error
+        )
     if not _has_tokenizer(folder):
         raise Mamba2Error(f"tokenizer: expected tokenizer.json or tokenizer.model in {repo}, got neither")
     return folder

@@ -235,6 +235,17 @@ except Mamba2Error as error:
     assert hint.startswith("hf download EleutherAI/gpt-neox-20b tokenizer.json")
 
 
+@pytest.mark.parametrize("source", ["no-such", "../no/such", "/no/such", ""])
+def test_a_source_that_is_neither_there_nor_a_repo_is_named(tmp_path, source):
+    with pytest.raises(Mamba2Error, match="tokenizer: expected"):
+        load_tokenizer(checkpoint(tmp_path, 400), source)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(Mamba2Error, match="tokenizer: expected .* in .*, got neither"):
+        load_tokenizer(checkpoint(tmp_path, 50277), str(tmp_path))
+
+
 @pytest.mark.parametrize("content", ["", "version https://git-lfs.github.com/spec/v1\noid", "{}", "[1]"])
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
