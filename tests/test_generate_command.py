@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -156,7 +157,7 @@ def test_several_samples_lie_under_samples(run, loaded, bpe):
     assert document["samples"][0] == {key: first[key] for key in document["samples"][0]}
     texts = [sample["text"] for sample in document["samples"]]
     out = run(*arguments, "--num-samples", "3")[1]
-    assert out == "".join(f"==> {i} of 3 <==\n{text}\n\n" for i, text in enumerate(texts, 1))
+    assert out == "\n".join(f"==> {i} of 3 <==\n{text}\n" for i, text in enumerate(texts, 1))
 
 
 def test_without_a_seed_texts_differ_and_the_seed_that_is_printed_repeats_them(run, loaded, bpe):
@@ -243,6 +244,12 @@ def test_a_prompt_that_is_not_text_is_one_line_with_the_place(run):
     status, out, err = run(piped=b"abc\xff")
     assert (status, out) == (1, "")
     assert err == "error: standard input: expected UTF-8 text, got byte 0xff at 3\n"
+
+
+def test_a_prompt_on_the_command_line_that_is_not_text_is_one_line(run):
+    status, out, err = run("--prompt", os.fsdecode(b"abc\xff"))
+    assert (status, out) == (1, "")
+    assert err == "error: --prompt: expected UTF-8 text, got byte 0xff at 3\n"
 
 
 def test_a_missing_prompt_file_is_one_line_with_its_name(run):

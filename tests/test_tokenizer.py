@@ -242,7 +242,7 @@ def test_a_source_that_is_neither_there_nor_a_repo_is_named(tmp_path, source):
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(Mamba2Error, match="tokenizer: expected .* in .*, got neither"):
+    with pytest.raises(Mamba2Error, match=r"tokenizer: expected .* in .*, got neither"):
         load_tokenizer(checkpoint(tmp_path, 50277), str(tmp_path))
 
 

@@ -1,5 +1,6 @@
 """`mamba2 generate`: continue a text."""
 
+import os
 import secrets
 import sys
 from pathlib import Path
@@ -124,9 +125,12 @@ def generate(
     if json:
         out.json(_document(lm, result, seed, prefix))
     elif not streaming:
-        for number, sample in enumerate(result.samples, 1):
-            # The separator of head and tail.
-            out.data(f"==> {number} of {num_samples} <==\n{prefix}{sample.text}\n")
+        # Told apart as head and tail tell files apart.
+        texts = (
+            f"==> {number} of {num_samples} <==\n{prefix}{sample.text}\n"
+            for number, sample in enumerate(result.samples, 1)
+        )
+        out.data("\n".join(texts), end="")
     elif prefix + result.samples[0].text:
         out.data("")
     out.note(_figures(lm, result, seed))
@@ -140,23 +144,25 @@ def _sampling_params(*values: Any) -> SamplingParams:
 
 
 def _read_prompt(prompt: str | None, prompt_file: str | None, out: Output) -> str:
-    """Return the prompt: of the option given, else what is piped in, else nothing."""
+    """Return the prompt: of the option given, else what is piped in, else nothing.
+
+    A file or a pipe loses the one newline that editors and echo put at its end.
+    """
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("--prompt: expected no --prompt-file beside it, got both")
     if prompt is not None and prompt != "-":
-        return prompt
+        return _text(os.fsencode(prompt), "--prompt")
     if prompt_file is not None and prompt_file != "-":
-        return _decode(Path(prompt_file).read_bytes(), prompt_file)
+        return _text(Path(prompt_file).read_bytes(), prompt_file).removesuffix("\n")
     if sys.stdin is None or (prompt is None and prompt_file is None and sys.stdin.isatty()):
         out.note("note: no prompt given: starting from an empty one; --prompt TEXT gives one")
         return ""
-    return _decode(sys.stdin.buffer.read(), "standard input")
+    return _text(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
 
 
-def _decode(data: bytes, source: str) -> str:
-    """Return UTF-8 `data` as text, less the one newline that editors and echo put at the end."""
+def _text(data: bytes, source: str) -> str:
     try:
-        return data.decode("utf-8").removesuffix("\n")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Mamba2Error(
             f"{source}: expected UTF-8 text, got byte 0x{data[error.start]:02x} at {error.start}"

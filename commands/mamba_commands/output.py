@@ -21,6 +21,14 @@ class Output:
     quiet: bool = False
     verbose: bool = False
 
+    def __post_init__(self) -> None:
+        # Said to the libraries in the way they read when they are imported, which is later.
+        if not self.verbose:
+            os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+            os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        if self.quiet or not is_terminal(sys.stderr):
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
     def data(self, text: str, end: str = "\n") -> None:
         """Write `text` to stdout at once, as it is."""
         try:
