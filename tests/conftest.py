@@ -19,10 +19,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-@pytest.fixture
-def device() -> torch.device:
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
     """Where kernels run: the GPU where there is one, else the CPU through Triton's interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(request.param)
 
 
 @pytest.fixture
