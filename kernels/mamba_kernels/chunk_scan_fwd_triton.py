@@ -1,0 +1,205 @@
+"""Triton forward of the SSD scan: the output of each block from the state that enters it.
+
+A program takes one block of tokens and a run of heads of one group. B, C and their product, which the
+heads share, are read and multiplied once; the loop over heads then reads only what is the head's own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from mamba_kernels.chunk_scan_states_triton import (
+    Limits,
+    choose_segments,
+    device_limits,
+    dot_dtype,
+    launch_decays,
+    launch_states,
+    load_run,
+    load_tile,
+    locate,
+    pack,
+    pad_to_dot,
+    row_of_block,
+    strides,
+    tl_dtype,
+)
+
+
+@triton.jit(do_not_specialize=["rows", "seqlen", "row_blocks"])
+def _output_kernel(
+    x, B, C, D, z, y, steps, decays, entering, runs,
+    nheads, group_heads, headdim, d_state, program_heads,
+    rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
+    stride_x_b, stride_x_l, stride_x_h, stride_x_p,
+    stride_B_b, stride_B_l, stride_B_g, stride_B_n,
+    stride_C_b, stride_C_l, stride_C_g, stride_C_n,
+    stride_D_h, stride_D_p,
+    stride_z_b, stride_z_l, stride_z_h, stride_z_p,
+    stride_y_b, stride_y_l, stride_y_h, stride_y_p,
+    stride_runs_b,
+    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr,
+    DOT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """y[i] = exp(a[i]) C[i] H + sum over j <= i of exp(a[i] - a[j]) dt[j] (C[i] . B[j]) x[j] + D x[i]."""
+    # Program (block; tile of headdim, part of a group's heads, group, from the fastest).
+    block = tl.program_id(0).to(tl.int64)
+    ptiles = tl.cdiv(headdim, BLOCK_P)
+    parts = tl.cdiv(group_heads, program_heads)
+    ptile = tl.program_id(1) % ptiles
+    part = (tl.program_id(1) // ptiles) % parts
+    group = (tl.program_id(1) // (ptiles * parts)).to(tl.int64)
+    row = row_of_block(block, row_blocks, block_rows, VARLEN)
+    if row >= rows:
+        return
+    batch, start, length, first, _ = locate(row, seqlen, row_blocks, cu_seqlens, block_offsets, VARLEN)
+    begin = (block - first) * BLOCK
+    left = length - begin
+    start += begin
+
+    i = tl.arange(0, BLOCK).to(tl.int64)
+    n = tl.arange(0, BLOCK_N).to(tl.int64)
+    p = ptile * BLOCK_P + tl.arange(0, BLOCK_P).to(tl.int64)
+    B += batch * stride_B_b + start * stride_B_l + group * stride_B_g
+    C += batch * stride_C_b + start * stride_C_l + group * stride_C_g
+    x += batch * stride_x_b + start * stride_x_l
+    z += batch * stride_z_b + start * stride_z_l
+    y += batch * stride_y_b + start * stride_y_l
+
+    c = load_tile(C, i, stride_C_l, left, n, stride_C_n, d_state).to(DOT)
+    bt = load_tile(B, n, stride_B_n, d_state, i, stride_B_l, left).to(DOT)
+    seen = i[:, None] >= i[None, :]
+    if HAS_RUNS:
+        runs += batch * stride_runs_b + begin
+        run = load_run(runs, i, left)
+        before = tl.load(runs - tl.minimum(begin, 1))
+        seen = seen & (run[:, None] == load_run(runs, i, left)[None, :])
+    scores = tl.where(seen, tl.dot(c, bt, input_precision="ieee"), 0.0)
+
+    head0 = group * group_heads + part * program_heads
+    heads = tl.minimum(program_heads, group_heads - part * program_heads)
+    for head in range(head0, head0 + heads):
+        number = block * nheads + head
+        state = load_tile(entering + number * d_state * headdim, n, headdim, d_state, p, 1, headdim)
+        xk = load_tile(x + head * stride_x_h, i, stride_x_l, left, p, stride_x_p, headdim)
+        a = tl.load(decays + number * BLOCK + i)
+        dt = tl.load(steps + number * BLOCK + i)
+        into = tl.exp2(a)
+        if HAS_RUNS:
+            into = tl.where(run == before, into, 0.0)
+        # Above the diagonal the scores are 0 and the exponent, positive there, is cut to 0.
+        weights = scores * tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0)) * dt[None, :]
+        acc = tl.dot(c, state, input_precision="ieee") * into[:, None]
+        acc = tl.dot(weights.to(DOT), xk.to(DOT), acc=acc, input_precision="ieee")
+        if HAS_D:
+            d = tl.load(D + head * stride_D_h + p * stride_D_p, mask=p < headdim, other=0.0)
+            acc += xk.to(tl.float32) * d.to(tl.float32)[None, :]
+        if HAS_Z:
+            zk = load_tile(z + head * stride_z_h, i, stride_z_l, left, p, stride_z_p, headdim)
+            zk = zk.to(tl.float32)
+            acc *= zk * tl.sigmoid(zk)
+        ptrs = y + head * stride_y_h + i[:, None] * stride_y_l + p[None, :] * stride_y_p
+        tl.store(ptrs, acc.to(y.dtype.element_ty), mask=(i[:, None] < left) & (p[None, :] < headdim))
+
+
+# BLOCK, BLOCK_P, and (num_warps, num_stages) of the states and of the output kernel, best first.
+TILES_16_BIT = (
+    (128, 64, (8, 3), (8, 3)),
+    (128, 64, (8, 2), (8, 2)),
+    (64, 64, (4, 2), (4, 2)),
+    (64, 32, (4, 2), (4, 2)),
+    (32, 32, (4, 2), (4, 2)),
+    (16, 16, (4, 1), (4, 1)),
+)
+# IEEE products run on the scalar units, with whole rows of both operands in registers.
+TILES_32_BIT = (
+    (32, 32, (8, 1), (8, 1)),
+    (16, 16, (4, 1), (4, 1)),
+)
+
+
+def config_for(
+    rows: int,
+    seqlen: int,
+    nheads: int,
+    headdim: int,
+    ngroups: int,
+    d_state: int,
+    dtype: torch.dtype,
+    limits: Limits,
+) -> dict:
+    """Choose the blocks of a forward: the first tiles of the list whose buffers fit in shared memory."""
+    size, block_n = dtype.itemsize, pad_to_dot(d_state)
+    for block, block_p, states, output in TILES_32_BIT if size == 4 else TILES_16_BIT:
+        block, block_p = min(block, pad_to_dot(seqlen)), min(block_p, pad_to_dot(headdim))
+        # What is loaded ahead, once a stage: B and x; the state and x, beside C that stays.
+        states_bytes = max(states[1], 2) * block * (block_n + block_p) * size
+        output_bytes = (block * block_n + max(output[1], 2) * (block_n + block) * block_p) * size
+        if max(states_bytes, output_bytes) + 4096 <= limits.shared_memory:
+            break
+    row_blocks = triton.cdiv(seqlen, block)
+    programs = rows * nheads * triton.cdiv(headdim, block_p)
+    segments = choose_segments(row_blocks, programs, limits.processors)
+    # Enough programs for two rounds of all processors, then as many heads a program as share B and C.
+    heads = min(16, nheads // ngroups, max(1, programs * row_blocks // (2 * limits.processors)))
+    return {
+        "BLOCK": block,
+        "states": {"BLOCK_P": block_p, "segments": segments, "num_warps": states[0], "num_stages": states[1]},
+        "output": {"BLOCK_P": block_p, "heads": heads, "num_warps": output[0], "num_stages": output[1]},
+    }
+
+
+def launch_forward(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    initial_states: torch.Tensor | None,
+    runs: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    config: dict | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y, as x, and each row's last state (rows, nheads, headdim, d_state) fp32.
+
+    initial_states: (rows, nheads, headdim, d_state) fp32, contiguous; a row is an entry of the batch, or
+    with cu_seqlens one of its sequences. runs: (batch, seqlen) int32, contiguous. The rest is as in
+    `mamba_chunk_scan_combined`; x, dt, B, C and z may be views of any strides.
+    """
+    batch, seqlen, nheads, headdim = x.shape
+    ngroups, d_state = B.shape[2:]
+    dtype = dot_dtype(x, B, C)
+    rows = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    if config is None:
+        config = config_for(rows, seqlen, nheads, headdim, ngroups, d_state, dtype, device_limits(x.device))
+    packing = pack(batch, seqlen, cu_seqlens, config["BLOCK"])
+    # A packed entry may have tokens outside every sequence; the blocks cover all others.
+    empty = torch.empty if cu_seqlens is None else torch.zeros
+    y = empty(x.shape, dtype=x.dtype, device=x.device)
+    steps, decays = launch_decays(dt, A, dt_bias, dt_softplus, dt_limit, packing)
+    entering, last = launch_states(
+        x, B, None, steps, decays, runs, initial_states, packing, config["states"], dtype
+    )
+    if not packing.blocks:
+        return y, last
+    output = config["output"]
+    group_heads = nheads // ngroups
+    parts = ngroups * triton.cdiv(group_heads, output["heads"]) * triton.cdiv(headdim, output["BLOCK_P"])
+    _output_kernel[(packing.blocks, parts)](
+        x, B, C, D, z if z is not None else x, y, steps, decays, entering, runs if runs is not None else x,
+        nheads, group_heads, headdim, d_state, output["heads"],
+        *packing.args,
+        *x.stride(), *B.stride(), *C.stride(),
+        *((*D.stride(), 0)[:2] if D is not None else (0, 0)),
+        *strides(z, 4), *y.stride(), runs.stride(0) if runs is not None else 0,
+        HAS_D=D is not None, HAS_Z=z is not None, HAS_RUNS=runs is not None,
+        VARLEN=cu_seqlens is not None, DOT=tl_dtype(dtype), BLOCK=packing.block,
+        BLOCK_N=pad_to_dot(d_state), BLOCK_P=output["BLOCK_P"],
+        num_warps=output["num_warps"], num_stages=output["num_stages"],
+    )  # fmt: skip
+    return y, last
