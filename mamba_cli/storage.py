@@ -79,17 +79,22 @@ def open_weights(folder: Path) -> dict[str, StoredTensor]:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold a folder's weights: one, or the shards that its index names."""
-    name = next((name for name in WEIGHTS if os.path.lexists(folder / name)), None)
-    if name is None:
-        raise Mamba2Error(f"{folder}: expected weights in it ({', '.join(WEIGHTS)}), got none of these files")
-    path = inside(folder, name)
-    if not name.endswith(".index.json"):
+    path = weights_entry(folder)
+    if not path.name.endswith(".index.json"):
         return [path]
     shards = [inside(folder, shard) for shard in shard_names(path)]
     for shard in shards:
         if not shard.is_file():
             raise Mamba2Error(f"{path}: expected the shard {shard.name}, got no such file")
     return shards
+
+
+def weights_entry(folder: Path) -> Path:
+    """Return the file with a folder's weights, or the index that says which files they are in."""
+    for name in WEIGHTS:
+        if os.path.lexists(folder / name):
+            return inside(folder, name)
+    raise Mamba2Error(f"{folder}: expected weights in it ({', '.join(WEIGHTS)}), got none of these files")
 
 
 def shard_names(index: Path) -> list[str]:

@@ -8,7 +8,9 @@ import json
 import math
 import pickle
 import re
+import struct
 import sys
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,15 @@ from mamba_cli.storage import SAFETENSORS_DTYPES, StoredTensor, as_bytes
 
 SIZE = re.compile(r"([0-9.]+) *([KMG]i?)?B?", re.IGNORECASE)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+# Of a zip archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7 and 4.5): bytes of
+# a record's header, of its extra field for large records, and an extra field of zeros, which is ignored.
+ZIP_HEADER = 30
+ZIP64_EXTRA = 20
+ZIP64_FROM = 1 << 30
+PADDING = struct.Struct("<HH")
+PADDING_ID = 0x4246
+ALIGNMENT = 64
 
 OnWrite = Callable[[int], object]
 
@@ -110,16 +121,29 @@ def write_pickle(
     contents |= {name: contents[other] for name, other in same.items()}
     stream = io.BytesIO()
     _StateDictPickler(stream, protocol=2).dump(contents)
-    with path.open("wb") as file:
-        archive = torch._C.PyTorchFileWriter(file)
-        archive.write_record("data.pkl", stream.getvalue(), len(stream.getvalue()))
-        archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
+    with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+        _write_record(archive, file.tell(), "data.pkl", stream.getvalue())
+        _write_record(archive, file.tell(), "byteorder", sys.byteorder.encode())
         for tensor in tensors:
-            # A record is a whole storage, and a tensor may be a part of one: of a mapped file.
-            storage = _load(tensor).clone(memory_format=torch.contiguous_format).untyped_storage()
-            archive.write_record(f"data/{storages[tensor.name].key}", storage, storage.nbytes())
+            record = as_bytes(_load(tensor)).numpy()
+            name = f"data/{storages[tensor.name].key}"
+            _write_record(archive, file.tell(), name, memoryview(record))
             on_write(tensor.nbytes)
-        archive.write_end_of_file()
+        _write_record(archive, file.tell(), "version", b"3\n")
+
+
+def _write_record(archive: zipfile.ZipFile, position: int, name: str, data: bytes | memoryview) -> None:
+    """Add a record at `position` as it is, its data aligned for mapping as torch's own writer does.
+
+    (torch's writer itself ends the process when the disk is full.)
+    """
+    info = zipfile.ZipInfo(f"archive/{name}")
+    large = len(data) > ZIP64_FROM
+    before = position + ZIP_HEADER + len(info.filename) + PADDING.size + (ZIP64_EXTRA if large else 0)
+    padding = -before % ALIGNMENT
+    info.extra = PADDING.pack(PADDING_ID, padding) + bytes(padding)
+    with archive.open(info, "w", force_zip64=large) as record:
+        record.write(data)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,79 @@
+"""`mamba2 convert`: a checkpoint in another format, dtype or number of files."""
+
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+import typer
+
+from mamba_commands.output import Output
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder, repo id, or demo.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
+    to: Annotated[Literal["state-spaces", "hf", "fla"], typer.Option("--to", help="Format to write.")],
+    dtype: Annotated[
+        Literal["keep", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of the weights. A_log, D and dt_bias are never narrowed."),
+    ] = "keep",
+    safetensors: Annotated[
+        bool | None,
+        typer.Option(
+            "--safetensors/--bin",
+            help="Kind of weights for state-spaces. mamba_ssm reads only .bin, the default.",
+            show_default=False,
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Largest .safetensors file, as 5GB or 500MB. [default: 5GB]"),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH_OR_REPO",
+            help="Tokenizer to put beside the weights, where it is not the one in SRC; for published "
+            "state-spaces models without one it is EleutherAI/gpt-neox-20b.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace DST, once the new one is complete.")
+    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the logits of both, too.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only data and errors.")] = False,
+) -> None:
+    """Write a checkpoint in another format. Prints the folder that was written.
+
+    Tensors go one at a time, so memory does not grow with the model; they are read back and compared to
+    the last bit. DST appears when all of it is there and right. What the format cannot hold is an error
+    before anything is written. Within one format, with nothing else asked for, it is a copy.
+    """
+    from mamba_cli.convert import convert as convert_checkpoint
+
+    out = Output(quiet)
+    with out.progress(1, "converting") as advance:
+        result = convert_checkpoint(
+            source,
+            destination,
+            to,
+            dtype=None if dtype == "keep" else dtype,
+            weights={True: "safetensors", False: "bin", None: None}[safetensors],
+            max_shard_size=max_shard_size,
+            tokenizer=tokenizer,
+            overwrite=overwrite,
+            verify=verify,
+            revision=revision,
+            on_progress=advance,
+        )
+    for note in result.notes:
+        out.warning(note)
+    if json:
+        out.json(asdict(result) | {"destination": str(result.destination)})
+        return
+    done = "copied" if result.copied else f"{result.source_format} to {result.format}"
+    out.note(f"{done}: {result.tensors} tensors, {result.nbytes:,} bytes, read back and equal")
+    if result.logits_difference is not None:
+        out.note(f"logits: relative difference {result.logits_difference:.1e}")
+    out.data(str(result.destination))
