@@ -206,13 +206,11 @@ def _document(lm: "LanguageModel", result: "Generation", seed: int, prefix: str)
 
 
 def _figures(lm: "LanguageModel", result: "Generation", seed: int) -> str:
-    decode = result.decode_tokens_per_second
+    rate = result.decode_tokens_per_second
     return (
-        f"{result.prompt_tokens} prompt tokens at {result.prefill_tokens_per_second:.0f}/s, "
-        f"{result.generated_tokens} generated"
-        + (f" at {decode:.1f}/s" if decode is not None else "")
-        + f"; {_runtime(lm)}, seed {seed}"
-    )
+        f"prompt {result.prompt_tokens} tok, {result.prefill_tokens_per_second:.0f} tok/s; "
+        f"generated {result.generated_tokens} tok" + (f", {rate:.1f} tok/s" if rate is not None else "")
+    ) + f"; {_runtime(lm)}; seed {seed}"
 
 
 def _runtime(lm: "LanguageModel") -> str:
