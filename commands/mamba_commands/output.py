@@ -85,13 +85,14 @@ class Output:
         say(f"warning: {text}")
 
     @contextlib.contextmanager
-    def progress(self, total: float | None, label: str) -> Iterator[Callable[[float], None]]:
-        """Show a progress bar on stderr inside the block and yield `advance(amount)`.
+    def progress(self, total: float | None, label: str) -> Iterator[Callable[..., None]]:
+        """Show a progress bar on stderr inside the block and yield `advance(amount, label=None)`.
 
-        total None means an unknown end. There is no bar when quiet or when stderr is not a terminal.
+        total None means an unknown end; a label given on the way replaces the one before. There is no
+        bar when quiet or when stderr is not a terminal.
         """
         if self.quiet or not is_terminal(sys.stderr):
-            yield lambda amount: None
+            yield lambda amount, label=None: None
             return
         from rich.console import Console
         from rich.markup import escape
@@ -99,7 +100,11 @@ class Output:
 
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(escape(label), total=total)
-            yield lambda amount: bar.advance(task, amount)
+
+            def advance(amount: float, label: str | None = None) -> None:
+                bar.update(task, advance=amount, description=None if label is None else escape(label))
+
+            yield advance
 
 
 def is_terminal(stream: Any) -> bool:

@@ -1,0 +1,331 @@
+"""`mamba2 eval-ppl`: perplexity of a text, with everything that defines the number beside it."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mamba_commands.options import (
+    BackendOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    QuietOption,
+    RevisionOption,
+    TokenizerOption,
+    VerboseOption,
+    choose_model,
+)
+from mamba_commands.output import Output, is_terminal
+
+if TYPE_CHECKING:
+    from mamba_cli.language_model import LanguageModel
+    from mamba_cli.perplexity.compare import Comparison
+    from mamba_cli.perplexity.evaluate import Progress
+    from mamba_cli.perplexity.report import Figures, Position
+
+TEXT = "Text"
+MEASURE = "What is measured"
+RUN = "How it runs"
+BAR_WIDTH = 40
+
+
+def eval_ppl(
+    text: Annotated[
+        str,
+        typer.Argument(
+            metavar="TEXT",
+            help="wikitext, wikitext-103, lambada, a .txt, .jsonl or .parquet file, - for stdin, or a data "
+            "set of the hub as owner/name[:config][:split].",
+        ),
+    ],
+    field: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Key or column that holds a row's text.", rich_help_panel=TEXT),
+    ] = "text",
+    documents: Annotated[
+        bool,
+        typer.Option(
+            "--documents",
+            help="Score each document alone: a row, or a WikiText article. Without it all is one text, rows "
+            "joined by a blank line.",
+            rich_help_panel=TEXT,
+        ),
+    ] = False,
+    prefix: Annotated[
+        Literal["none", "bos", "eos"],
+        typer.Option(
+            metavar="TOKEN",
+            help="Token put before each document: none, bos or eos. Without one its first token is not "
+            "scored.",
+            rich_help_panel=TEXT,
+        ),
+    ] = "none",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Read only the text's first N tokens.", rich_help_panel=TEXT),
+    ] = None,
+    max_windows: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Score only the first N windows.", rich_help_panel=TEXT),
+    ] = None,
+    mode: Annotated[
+        Literal["window", "carry", "step"],
+        typer.Option(
+            metavar="MODE",
+            help="window: rolling windows, each from an empty state; carry: one pass, the state carried "
+            "through each document; step: the windows one token at a time, as generate decodes.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = "window",
+    window: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Tokens read together; carry: tokens a chunk.", rich_help_panel=MEASURE
+        ),
+    ] = 2048,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Tokens from one window's start to the next; the window's length unless given.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL_OR_DTYPE",
+            help="Compare with another model, or with this one in float32, bfloat16, float16 or float64.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = None,
+    by_position: Annotated[
+        bool,
+        typer.Option("--by-position", help="Also by tokens read, in powers of two.", rich_help_panel=MEASURE),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw --by-position into a .png or .svg file (needs the plot extra).",
+            rich_help_panel=MEASURE,
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep what is scored in FILE, and continue from it: the number is the same.",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        str,
+        typer.Option(metavar="N", help="Windows side by side, or auto.", rich_help_panel=RUN),
+    ] = "auto",
+    model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
+    revision: RevisionOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    backend: BackendOption = "auto",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure a model's perplexity on a text.
+
+    Every token is scored exactly once, but for a document's first one where no prefix token stands
+    before it; the mean is over tokens. The result says what was measured: window, stride, prefix
+    token, how rows were joined, tokens scored. With -q it is the perplexity alone, for scripts.
+
+    Under torchrun the windows are shared out over the processes and the first one prints the result.
+    """
+    if stride is not None and mode == "carry":
+        raise typer.BadParameter("--stride: expected none with --mode carry, which reads every token once")
+    if stride is not None and stride > window:
+        raise typer.BadParameter(f"--stride: expected at most the window's {window} tokens, got {stride}")
+    windows_at_once = _parse_batch_size(batch_size)
+
+    from mamba_cli import load_model
+    from mamba_cli.load import DTYPES
+    from mamba_cli.perplexity.compare import compare
+    from mamba_cli.perplexity.distributed import join_processes
+    from mamba_cli.perplexity.evaluate import evaluate
+    from mamba_cli.perplexity.plan import make_plan
+    from mamba_cli.perplexity.plot import check_plot, plot_positions
+    from mamba_cli.perplexity.report import STDERR_METHODS, measure_by_position, strict, summarise
+    from mamba_cli.perplexity.texts import read_text
+    from mamba_cli.perplexity.tokens import encode_documents, measure_extent, prefix_token
+
+    if plot:
+        check_plot(plot)
+    with join_processes() as processes:
+        out = Output(quiet=quiet or not processes.reports, verbose=verbose and processes.reports)
+        source = read_text(text, field)
+        name = choose_model(model, out)
+        place = processes.device(device)
+        lm = load_model(name, place, dtype, revision=revision, backend=backend, tokenizer=tokenizer)
+        other = None
+        if reference in DTYPES:
+            other = load_model(name, place, reference, revision=revision, backend=backend)
+        elif reference:
+            other = load_model(reference, place, dtype, backend=backend)
+
+        token = prefix_token(lm.tokenizer, prefix)
+        encoded = encode_documents(
+            source.documents(documents), lm.tokenizer, token, lm.config.vocab_size, max_tokens
+        )
+        plan = make_plan(encoded, lm.tokenizer, mode, window, stride, max_windows)
+        out.detail(f"{lm.name}: {_runtime(lm)}")
+        out.detail(f"first ids: {' '.join(map(str, plan.documents[0].ids[:16].tolist()))}")
+        with _progress(out, plan.predictions) as progress:
+            scores = evaluate(lm, plan, windows_at_once, other, resume, processes, progress)
+        if not processes.reports:
+            return
+
+        extent = measure_extent(plan.documents, lm.tokenizer)
+        figures = summarise(scores, plan, extent)
+        positions = measure_by_position(scores, plan) if by_position or plot else None
+        comparison = compare(scores, plan) if other else None
+        definition = {
+            "unit": "token",
+            "text": source.name,
+            "joining": source.joining(documents),
+            "documents": len(plan.documents),
+            "text_tokens": extent.tokens,
+            "bytes": extent.bytes,
+            "words": extent.words,
+            "mode": plan.mode,
+            "window": plan.window,
+            "stride": plan.stride,
+            "prefix": prefix,
+            "prefix_token_id": token,
+            "windows": len(plan.blocks),
+            "stderr_method": STDERR_METHODS[plan.mode],
+        }
+        run = {
+            "model": lm.name,
+            **_runtime(lm),
+            "batch_size": scores.batch_size,
+            "processes": processes.size,
+            "seconds": round(scores.seconds, 3),
+            "tokens_per_second": round(scores.tokens_per_second, 1),
+        }
+    if plot and positions:
+        plot_positions(positions, plot, f"{lm.name} on {source.name}")
+    if json:
+        document: dict[str, Any] = {**asdict(figures), **definition, **run}
+        if positions:
+            document["by_position"] = [asdict(position) for position in positions]
+        if comparison and other:
+            document["reference"] = {"model": other.name, **_runtime(other), **asdict(comparison)}
+        out.json(strict(document))
+    elif quiet:
+        out.data(repr(figures.perplexity))
+    else:
+        _print_figures(out, figures)
+        if comparison and other:
+            _print_comparison(out, comparison, f"{other.name} in {_runtime(other)['dtype']}")
+        if positions:
+            _print_positions(out, positions)
+        out.data("")
+        out.table(("definition", "value"), list(definition.items()))
+        out.note(
+            f"{figures.tokens} tokens in {scores.seconds:.1f} s, {scores.tokens_per_second:.0f} tokens/s, "
+            f"{_runtime(lm)['dtype']} on {lm.device} ({lm.backend})"
+        )
+
+
+def _parse_batch_size(value: str) -> int | None:
+    """Return the number, None for "auto"."""
+    if value == "auto":
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise typer.BadParameter(f"--batch-size: expected auto or a number from 1, got {value}")
+    return int(value)
+
+
+def _runtime(lm: "LanguageModel") -> dict[str, str]:
+    return {
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": str(lm.device),
+        "backend": lm.backend,
+    }
+
+
+@contextlib.contextmanager
+def _progress(out: Output, total: int) -> "Iterator[Progress]":
+    with out.progress(total, "perplexity") as advance:
+        yield lambda tokens, nll: advance(tokens, f"perplexity {math.exp(min(nll, 700)):.4f}")
+
+
+def _print_figures(out: Output, figures: "Figures") -> None:
+    rows = [
+        ("perplexity", _number(figures.perplexity), _error(figures.perplexity_stderr)),
+        ("nll/token", _number(figures.nll_mean), _error(figures.nll_stderr)),
+        ("nll sum", _number(figures.nll_sum), ""),
+        ("tokens", figures.tokens, ""),
+        ("bits/byte", _number(figures.bits_per_byte), ""),
+        ("word perplexity", _number(figures.word_perplexity), ""),
+    ]
+    out.table(("figure", "value", "+-"), rows)
+
+
+def _print_comparison(out: Output, comparison: "Comparison", reference: str) -> None:
+    c = comparison
+    rows = [
+        ("perplexity", _number(c.perplexity), ""),
+        ("nll difference", _number(c.nll_difference), _error(c.nll_difference_stderr)),
+        ("mean change of nll", _number(c.nll_change), ""),
+        ("KL mean", _number(c.kl_mean), _error(c.kl_stderr)),
+        *((f"KL {_percent(point)}", _number(value), "") for point, value in c.kl_percentiles.items()),
+        ("p(token) mean change", _number(c.probability_change_mean), ""),
+        ("p(token) rms change", _number(c.probability_change_rms), ""),
+        *(
+            (f"p(token) change {_percent(point)}", _number(value), "")
+            for point, value in c.probability_change_percentiles.items()
+        ),
+        ("same top-1", f"{c.same_top:.4%}", ""),
+    ]
+    out.data("")
+    out.table((f"against {reference}", "value", "+-"), rows)
+
+
+def _print_positions(out: Output, positions: "Sequence[Position]") -> None:
+    columns = ["tokens read", "scored", "perplexity"]
+    rows: list[list[object]] = [
+        [f"{position.first}-{position.last}", position.tokens, _number(position.perplexity)]
+        for position in positions
+    ]
+    if positions[0].reference_perplexity is not None:
+        columns += ["reference", "KL mean"]
+        for row, position in zip(rows, positions, strict=True):
+            row += [_number(position.reference_perplexity), _number(position.kl_mean)]
+    if is_terminal(sys.stdout):
+        columns.append("")
+        largest = max(position.perplexity for position in positions)
+        for row, position in zip(rows, positions, strict=True):
+            row.append("█" * round(BAR_WIDTH * position.perplexity / largest))
+    out.data("")
+    out.table(columns, rows)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
+
+
+def _percent(point: float) -> str:
+    return {0: "least", 50: "median", 100: "greatest"}.get(point, f"{point:g}%")

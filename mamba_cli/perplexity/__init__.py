@@ -1,0 +1,1 @@
+"""How well a model predicts text: `evaluate` measures, everything it measured comes with its definition."""
