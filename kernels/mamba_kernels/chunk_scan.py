@@ -145,6 +145,25 @@ class _ChunkScan(torch.autograd.Function):
                 x, dt, A, B, C, D, z, dt_bias, start, runs, cu_seqlens, dt_softplus, dt_limit
             )
 
+    @staticmethod
+    def backward(ctx, dout: torch.Tensor | None, dlast: torch.Tensor | None) -> tuple:
+        from mamba_kernels.chunk_scan_bwd_triton import launch_backward
+
+        *tensors, initial_states, runs, cu_seqlens = ctx.saved_tensors
+        x = tensors[0]
+        start = _row_states(initial_states, x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1)
+        dout = torch.zeros_like(x) if dout is None else dout
+        dlast = None if dlast is None else dlast.contiguous()
+        with torch.cuda.device_of(x):
+            *gradients, dstart = launch_backward(
+                dout, dlast, *tensors, start, runs, cu_seqlens, ctx.dt_softplus, ctx.dt_limit
+            )
+        if initial_states is not None:
+            gradients.append(dstart[: initial_states.shape[0]].to(initial_states.dtype))
+        else:
+            gradients.append(None)
+        return (*gradients, None, None, None, None)
+
 
 def _row_states(initial_states: torch.Tensor | None, rows: int) -> torch.Tensor | None:
     """One contiguous float32 state a row; one state for several packed rows is the first row's."""
