@@ -1,0 +1,259 @@
+"""One token through a Mamba-2 model, in three kernels a layer, for decoding in a CUDA graph.
+
+    embed_step                                       residual = embedding[token]
+    for each layer:
+        in_proj_step     [z, x, B, C, dt] = in_proj(norm(residual)); x, B, C = silu(conv1d(x, B, C))
+        ssm_step         h = exp(dt A) h + dt x B;  y = C h + D x;  u = y silu(z)
+        out_proj_step    residual += out_proj(gated norm of y, z)
+    lm_head_step                                     logits = lm_head(norm(residual))
+
+(Mamba-2, https://arxiv.org/abs/2405.21060, section 7 and figure 6, right.)
+
+A normalised row travels between them in two factors, as a `Normed` (see decode_norm).
+
+Every function writes into buffers of its caller and neither allocates nor waits for the device, so that the
+chain can be captured. `pdl=True` lets each kernel load its weights and its layer's state while the kernel
+before it still runs; it asks that no kernel since this token's `embed_step` has written them.
+
+Shapes: d_ssm = nheads * headdim; conv_dim = d_ssm + 2 * ngroups * d_state; rows of in_proj are
+[z, x, B, C, dt]. Activations and weights are float32, bfloat16 or float16; where they are float16, give
+float32 buffers for `scaled`, which is not normalised yet and can pass 65504.
+"""
+
+from typing import Any
+
+import torch
+
+from mamba_kernels import decode_layer_torch
+from mamba_kernels.backend import backend_for
+from mamba_kernels.checks import check, check_device, check_shape
+from mamba_kernels.decode_norm import NormBuffers, Normed
+
+
+def embed_step(
+    token_ids: torch.Tensor,
+    embedding: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor,
+    out: NormBuffers,
+) -> Normed:
+    """Start a token: fill `residual` (batch, d_model) with its embedding, and normalise for layer 0.
+
+    Args:
+        token_ids: (batch,) integers below the rows of `embedding`, which is not checked on a GPU.
+        embedding: (vocabulary rows, d_model). norm_weight: (d_model,), the first layer's.
+    """
+    batch, width = residual.shape
+    check_shape("token_ids", token_ids, (batch,))
+    check_shape("embedding", embedding, (embedding.shape[0], width))
+    _check_next(residual, norm_weight, out)
+    check_device(residual.device, token_ids=token_ids, embedding=embedding)
+    if backend_for(residual.device) == "triton":
+        from mamba_kernels.decode_norm_triton import launch_embed
+
+        parts = launch_embed(token_ids, embedding, norm_weight, residual, *out)
+        return out.used(parts, 1, eps)
+    return decode_layer_torch.embed_step(token_ids, embedding, norm_weight, eps, residual, out)
+
+
+def in_proj_step(
+    normed: Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    d_ssm: int,
+    state_batch_indices: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """Project a token to [z, x, B, C, dt] and put x, B, C through the causal convolution and SiLU.
+
+    Args:
+        weight: (2 * d_ssm + 2 * ngroups * d_state + nheads, d_model), contiguous. bias: its rows.
+        conv_state: (slots, conv_dim, d_conv), newest column last, any strides; moved on in place.
+        conv_weight: (conv_dim, d_conv), contiguous. conv_bias: (conv_dim,).
+        out: (batch, rows of weight), unit stride along a row.
+        state_batch_indices: as for `ssm_step`.
+    """
+    rows, batch = weight.shape[0], normed.scaled.shape[0]
+    _, conv_dim, d_conv = conv_state.shape
+    _check_linear(normed, weight, bias)
+    check(d_ssm + conv_dim <= rows, "conv_state", f"at most {rows - d_ssm} channels", conv_dim)
+    check_shape("conv_weight", conv_weight, (conv_dim, d_conv))
+    check(conv_weight.is_contiguous(), "conv_weight", "a contiguous tensor", conv_weight.stride())
+    check_shape("conv_bias", conv_bias, (conv_dim,))
+    _check_rows("out", out, (batch, rows))
+    _check_slots(state_batch_indices, batch, "conv_state", conv_state)
+    check_device(
+        out.device, conv_state=conv_state, conv_weight=conv_weight, conv_bias=conv_bias,
+        state_batch_indices=state_batch_indices,
+    )  # fmt: skip
+    if backend_for(out.device) == "triton":
+        from mamba_kernels.decode_linear_triton import Convolution, launch_linear
+
+        conv = Convolution(conv_state, conv_weight, conv_bias, state_batch_indices, d_ssm)
+        launch_linear(normed, weight, bias, out, conv, pdl=pdl, config=config)
+    else:
+        decode_layer_torch.in_proj_step(
+            normed, weight, bias, conv_state, conv_weight, conv_bias, out,
+            d_ssm=d_ssm, state_batch_indices=state_batch_indices,
+        )  # fmt: skip
+
+
+def ssm_step(
+    zxbcdt: torch.Tensor,
+    ssm_state: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    out: NormBuffers,
+    *,
+    ngroups: int,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    norm_before_gate: bool = False,
+    state_batch_indices: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: dict[str, Any] | None = None,
+) -> Normed:
+    """Advance the recurrence by one token and gate its output.
+
+    Args:
+        zxbcdt: (batch, 2 * d_ssm + 2 * ngroups * d_state + nheads), x, B, C after the convolution.
+        ssm_state: (slots, nheads, headdim, d_state), advanced in place; any strides.
+        dt_bias, A_log: (nheads,). D: (nheads,) or (nheads, headdim). dt = softplus(dt + dt_bias), clamped
+            to dt_limit; A = -exp(A_log).
+        norm_weight: (d_ssm,) of the grouped norm, of y * silu(z), or of y alone where norm_before_gate
+            (then times silu(z)); None: no norm.
+        state_batch_indices: (batch,) integers, the slot that each row of the batch advances; none twice.
+            Negative is padding: no state changes, the output is zero. Default: row b has slot b.
+
+    Returns:
+        The gated output, normalised, with out.scaled as (batch, d_ssm).
+    """
+    batch = zxbcdt.shape[0]
+    _, nheads, headdim, d_state = ssm_state.shape
+    d_ssm = nheads * headdim
+    check(ngroups > 0 and nheads % ngroups == 0, "ngroups", f"a divisor of {nheads} heads", ngroups)
+    _check_rows("zxbcdt", zxbcdt, (batch, 2 * d_ssm + 2 * ngroups * d_state + nheads))
+    check_shape("dt_bias", dt_bias, (nheads,))
+    check_shape("A_log", A_log, (nheads,))
+    check_shape("D", D, (nheads,) if D.dim() == 1 else (nheads, headdim))
+    check_shape("norm_weight", norm_weight, (d_ssm,))
+    _check_rows("out.scaled", out.scaled, (batch, d_ssm))
+    _check_slots(state_batch_indices, batch, "ssm_state", ssm_state)
+    check_device(
+        zxbcdt.device, ssm_state=ssm_state, dt_bias=dt_bias, A_log=A_log, D=D, norm_weight=norm_weight,
+        scaled=out.scaled, squares=out.squares, state_batch_indices=state_batch_indices,
+    )  # fmt: skip
+    if backend_for(zxbcdt.device) == "triton":
+        from mamba_kernels.decode_ssm_triton import launch_ssm_step
+
+        parts = launch_ssm_step(
+            zxbcdt, ssm_state, dt_bias, A_log, D, norm_weight, *out, ngroups=ngroups, dt_limit=dt_limit,
+            norm_before_gate=norm_before_gate, slots=state_batch_indices, pdl=pdl, config=config,
+        )  # fmt: skip
+        return Normed(out.scaled, None, eps) if norm_weight is None else out.used(parts, ngroups, eps)
+    return decode_layer_torch.ssm_step(
+        zxbcdt, ssm_state, dt_bias, A_log, D, norm_weight, eps, out, ngroups=ngroups, dt_limit=dt_limit,
+        norm_before_gate=norm_before_gate, state_batch_indices=state_batch_indices,
+    )  # fmt: skip
+
+
+def out_proj_step(
+    normed: Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    out: NormBuffers,
+    *,
+    partials: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: dict[str, Any] | None = None,
+) -> Normed:
+    """End a layer: residual += out_proj(normed), in place, and normalise it for what comes next.
+
+    Args:
+        weight: (d_model, d_ssm), contiguous. bias: (d_model,). residual: (batch, d_model), float32 or the
+            model's dtype.
+        norm_weight, eps: of the next layer's norm, or of the last norm after the last layer.
+        partials: (splits, batch, d_model) float32, a work area with which a large batch may be split over
+            d_ssm, in one kernel more.
+    """
+    batch, width = residual.shape
+    _check_linear(normed, weight, bias)
+    check(weight.shape[0] == width, "weight", f"{width} rows", weight.shape[0])
+    _check_next(residual, norm_weight, out)
+    if partials is not None:
+        check_shape("partials", partials, (partials.shape[0], batch, width))
+    if backend_for(residual.device) == "triton":
+        from mamba_kernels.decode_linear_triton import Residual, launch_linear
+
+        target = Residual(residual, norm_weight, *out)
+        parts = launch_linear(
+            normed, weight, bias, None, residual=target, partials=partials, pdl=pdl, config=config
+        )
+        return out.used(parts, 1, eps)
+    return decode_layer_torch.out_proj_step(normed, weight, bias, residual, norm_weight, eps, out)
+
+
+def lm_head_step(
+    normed: Normed,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    pdl: bool = False,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """Fill `out` (batch, vocabulary rows) with logits; weight (vocabulary rows, d_model), contiguous."""
+    _check_linear(normed, weight, None)
+    _check_rows("out", out, (normed.scaled.shape[0], weight.shape[0]))
+    check_device(out.device, weight=weight)
+    if backend_for(out.device) == "triton":
+        from mamba_kernels.decode_linear_triton import launch_linear
+
+        launch_linear(normed, weight, None, out, pdl=pdl, config=config)
+    else:
+        decode_layer_torch.lm_head_step(normed, weight, out)
+
+
+def _check_linear(normed: Normed, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    scaled, squares, _ = normed
+    check_shape("weight", weight, (weight.shape[0], scaled.shape[1]))
+    check(weight.is_contiguous(), "weight", "a contiguous tensor", f"strides {weight.stride()}")
+    check_shape("bias", bias, (weight.shape[0],))
+    check_device(weight.device, scaled=scaled, squares=squares, bias=bias)
+    if squares is not None:
+        check(
+            scaled.shape[1] % squares.shape[1] == 0,
+            "squares", f"a number of groups that divides {scaled.shape[1]}", squares.shape[1],
+        )  # fmt: skip
+
+
+def _check_next(residual: torch.Tensor, norm_weight: torch.Tensor, out: NormBuffers) -> None:
+    batch, width = residual.shape
+    check_shape("norm_weight", norm_weight, (width,))
+    _check_rows("residual", residual, (batch, width))
+    _check_rows("out.scaled", out.scaled, (batch, width))
+    check_device(residual.device, norm_weight=norm_weight, scaled=out.scaled, squares=out.squares)
+
+
+def _check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
+    check_shape(name, tensor, shape)
+    check(tensor.stride(1) == 1, name, "unit stride along a row", f"strides {tensor.stride()}")
+
+
+def _check_slots(slots: torch.Tensor | None, batch: int, name: str, state: torch.Tensor) -> None:
+    if slots is None:
+        check(state.shape[0] >= batch, name, f"at least {batch} slots", state.shape[0])
+    else:
+        check_shape("state_batch_indices", slots, (batch,))
+        check(slots.is_contiguous(), "state_batch_indices", "a contiguous tensor", slots.stride())

@@ -1,0 +1,137 @@
+"""Triton kernel of the decode step's recurrence: state update, skip, gate and the next `Normed`."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mamba_kernels.decode_norm_triton import early_start, start_next, unpack, wait_for_previous
+from mamba_kernels.triton_math import silu, softplus
+
+
+@triton.jit
+def _ssm_step_kernel(
+    zxbcdt_ptr, ssm_state_ptr, slots_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr,
+    scaled_ptr, squares_ptr,
+    nheads, headdim, d_state, d_ssm, heads_per_group, dt_min, dt_max,
+    stride_in, stride_slot, stride_head, stride_p, stride_n, stride_D_head, stride_D_p,
+    stride_scaled, stride_squares,
+    NORM: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program pid = (batch * nheads + head) * TILES + tile advances state[slot, head, p, :].
+
+    p: BLOCK_P rows of headdim, n: BLOCK_N >= d_state columns. A row of zxbcdt is z, x (d_ssm each), B, C
+    (ngroups * d_state each), dt (nheads). NORM: "none", "gate_first" or "norm_first". PACKED: a 16-bit
+    state is read as int32 words, see `unpack`.
+    """
+    start_next(PDL)
+    pid = tl.program_id(0)
+    tile = pid % TILES
+    head = pid // TILES % nheads
+    batch = (pid // (TILES * nheads)).to(tl.int64)
+    p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    p_in = p < headdim
+    n_in = n < d_state
+    both_in = p_in[:, None] & n_in[None, :]
+    channel = head * headdim + p
+
+    slot = batch + tl.arange(0, 1)
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + slot).to(tl.int64)
+        both_in = both_in & (slot >= 0)[:, None]  # a padding row has no state
+    state_ptr = ssm_state_ptr + slot[:, None] * stride_slot + head.to(tl.int64) * stride_head
+    state_ptrs = state_ptr + p.to(tl.int64)[:, None] * stride_p + n[None, :] * stride_n
+    if PACKED:
+        w = tl.arange(0, BLOCK_N // 2)
+        words_ptr = state_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        words_mask = p_in[:, None] & (w < d_state // 2)[None, :] & (slot >= 0)[:, None]
+        words = tl.load(
+            words_ptr + p.to(tl.int64)[:, None] * (stride_p // 2) + w[None, :], mask=words_mask, other=0
+        )
+    else:
+        state = tl.load(state_ptrs, mask=both_in, other=0.0)
+    A_log = tl.load(A_log_ptr + head)
+    dt_bias = tl.load(dt_bias_ptr + head)
+    D = tl.load(D_ptr + head * stride_D_head + p * stride_D_p, mask=p_in, other=0.0)
+    if NORM != "none":
+        norm_weight = tl.load(norm_weight_ptr + channel, mask=p_in, other=0.0)
+
+    wait_for_previous(PDL)
+    group = head // heads_per_group
+    row = zxbcdt_ptr + batch * stride_in
+    B_row = row + 2 * d_ssm
+    C_row = B_row + nheads // heads_per_group * d_state
+    dt_row = C_row + nheads // heads_per_group * d_state
+    dt = tl.load(dt_row + head).to(tl.float32)
+    x = tl.load(row + d_ssm + channel, mask=p_in, other=0.0).to(tl.float32)
+    B = tl.load(B_row + group * d_state + n, mask=n_in, other=0.0).to(tl.float32)
+    C = tl.load(C_row + group * d_state + n, mask=n_in, other=0.0).to(tl.float32)
+    z = tl.load(row + channel, mask=p_in, other=0.0).to(tl.float32)
+
+    dt = tl.minimum(tl.maximum(softplus(dt + dt_bias.to(tl.float32)), dt_min), dt_max)
+    decay = tl.exp(dt * -tl.exp(A_log.to(tl.float32)))
+    if PACKED:
+        state = unpack(words, ssm_state_ptr.dtype.element_ty)
+    state = state.to(tl.float32) * decay + (dt * x)[:, None] * B[None, :]
+    tl.store(state_ptrs, state.to(ssm_state_ptr.dtype.element_ty), mask=both_in)
+
+    y = tl.sum(state * C[None, :], axis=1) + D.to(tl.float32) * x
+    if slots_ptr is not None:
+        y = tl.where(slot >= 0, y, 0.0)
+    gated = y * silu(z)
+    if NORM == "none":
+        scaled = gated
+    else:
+        scaled = gated * norm_weight.to(tl.float32)
+        normed = y if NORM == "norm_first" else gated
+        square = tl.sum(tl.where(p_in, normed * normed, 0.0), axis=0)
+        tl.store(squares_ptr + batch * stride_squares + head * TILES + tile, square)
+    tl.store(scaled_ptr + batch * stride_scaled + channel, scaled.to(scaled_ptr.dtype.element_ty), mask=p_in)
+
+
+def config_for(headdim: int, d_state: int) -> dict[str, int]:
+    """Block sizes: 2048 state elements a warp, at least 4 rows and never more rows than a head has."""
+    rows = max(4, 2048 // triton.next_power_of_2(d_state))
+    return {"BLOCK_P": min(rows, triton.next_power_of_2(headdim)), "num_warps": 1}
+
+
+def launch_ssm_step(
+    zxbcdt: torch.Tensor,
+    ssm_state: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    scaled: torch.Tensor,
+    squares: torch.Tensor | None,
+    *,
+    ngroups: int,
+    dt_limit: tuple[float, float],
+    norm_before_gate: bool,
+    slots: torch.Tensor | None,
+    pdl: bool,
+    config: dict[str, Any] | None,
+) -> int:
+    """Advance the state of every row of zxbcdt; return how many parts of squares a row has."""
+    batch = zxbcdt.shape[0]
+    _, nheads, headdim, d_state = ssm_state.shape
+    config = config or config_for(headdim, d_state)
+    tiles = triton.cdiv(headdim, config["BLOCK_P"])
+    slot_words = [ssm_state.storage_offset(), *ssm_state.stride()[:3], d_state]
+    packed = (
+        ssm_state.dtype.itemsize == 2 and ssm_state.stride(3) == 1 and all(n % 2 == 0 for n in slot_words)
+    )
+    norm = "none" if norm_weight is None else "norm_first" if norm_before_gate else "gate_first"
+    with torch.cuda.device_of(zxbcdt):
+        _ssm_step_kernel[(batch * nheads * tiles,)](
+            zxbcdt, ssm_state, slots, dt_bias, A_log, D, norm_weight, scaled, squares,
+            nheads, headdim, d_state, nheads * headdim, nheads // ngroups, *dt_limit,
+            zxbcdt.stride(0), *ssm_state.stride(), D.stride(0), D.stride(1) if D.dim() == 2 else 0,
+            scaled.stride(0), 0 if squares is None else squares.stride(0),
+            NORM=norm, PACKED=packed, TILES=tiles, BLOCK_N=triton.next_power_of_2(d_state),
+            **config, **early_start(pdl, zxbcdt),
+        )  # fmt: skip
+    return nheads * tiles
