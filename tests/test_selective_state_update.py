@@ -5,11 +5,8 @@ import torch
 import torch.nn.functional as F
 from kernel_testing import assert_close_as_reference
 from mamba_kernels.backend import use_backend
-from mamba_kernels.selective_state_update import (
-    DISCRETIZATIONS,
-    selective_state_update,
-    selective_state_update_ref,
-)
+from mamba_kernels.discretization import DISCRETIZATIONS
+from mamba_kernels.selective_state_update import selective_state_update, selective_state_update_ref
 
 HALF_TYPES = [
     pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
@@ -213,7 +210,7 @@ def test_softplus_keeps_small_and_large_steps(device):
         selective_state_update(**args, dt_softplus=True)
     expected = F.softplus(steps.double())[:, None, None, None]
     inputs = args["B"].repeat_interleave(2, dim=1)[:, :, None, :] * args["x"][..., None]
-    torch.testing.assert_close(args["state"].double(), expected * inputs.double(), rtol=2e-6, atol=0)
+    torch.testing.assert_close(args["state"].double(), expected * inputs.double(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.gpu

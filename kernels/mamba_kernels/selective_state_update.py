@@ -2,18 +2,8 @@
 
     h = decay * h + gain * B * x        y = C h + D x        out = y * silu(z)
 
-With a = delta * A and delta = softplus(dt + dt_bias), or dt + dt_bias:
-
-    discretization   decay                  gain
-    "mamba"          exp(a)                 delta                      Mamba, section 3.2 (simplified ZOH)
-    "zoh"            exp(a)                 (exp(a) - 1) / A           Mamba, equation 4
-    "bilinear"       (1 + a/2) / (1 - a/2)  delta / (1 - a/2)          S4, equation 3
-    "dirac"          exp(a)                 1
-
-`deltaA` is a second step that replaces delta in the decay only (asynchronous input: the state decays
-over the time since the last event, whatever the step of the event itself).
-
-Mamba: https://arxiv.org/abs/2312.00752, S4: https://arxiv.org/abs/2111.00396.
+with delta = softplus(dt + dt_bias), or dt + dt_bias; the decay and the gain follow from delta and A by one
+of the rules in `discretization`'s table.
 """
 
 import torch
@@ -21,8 +11,7 @@ import torch.nn.functional as F
 
 from mamba_kernels.backend import backend_for, use_backend
 from mamba_kernels.checks import check, check_device, check_rank, check_shape
-
-DISCRETIZATIONS = ("mamba", "zoh", "bilinear", "dirac")
+from mamba_kernels.discretization import DISCRETIZATIONS, discretize
 
 
 def selective_state_update(
@@ -56,7 +45,9 @@ def selective_state_update(
         state_batch_indices: (batch,) integers, the slot of `state` that each row of the batch advances;
             default row b has slot b. No slot may appear twice. A negative slot is padding: its output
             is zero and no state changes.
-        discretization: "mamba", "zoh", "bilinear" or "dirac" (see the module's table).
+        deltaA: a second step that replaces delta in the decay only, as it is (asynchronous input: the state
+            decays over the time since the last event, whatever the step of the event itself).
+        discretization: "mamba", "zoh", "bilinear" or "dirac".
 
     Returns:
         (batch, nheads, dim), or (batch, dim) without heads, in x's dtype. There is no gradient.
@@ -177,8 +168,8 @@ def _update(
     B, C = (wide(t).repeat_interleave(heads_per_group, dim=1)[:, :, None, :] for t in (B, C))
     delta = wide(dt) if dt_bias is None else wide(dt) + wide(dt_bias)
     delta = (F.softplus(delta) if dt_softplus else delta)[..., None]
-    decay_delta = delta if deltaA is None else wide(deltaA)[..., None]
-    decay, gain = _discretize(delta, decay_delta, wide(A), discretization)
+    deltaA = None if deltaA is None else wide(deltaA)[..., None]
+    decay, gain = discretize(delta, deltaA, wide(A), discretization)
 
     if slots is None:
         old = state
@@ -197,19 +188,3 @@ def _update(
         state[slots[real].long()] = new[real].to(state.dtype)
         y = torch.where(real[:, None, None], y, 0.0)
     return y.to(x.dtype)
-
-
-def _discretize(
-    delta: torch.Tensor, decay_delta: torch.Tensor, A: torch.Tensor, discretization: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The decay and the gain of the module's table; delta, decay_delta (batch, nheads, dim, 1)."""
-    if discretization == "bilinear":
-        half = decay_delta * A / 2
-        return (1 + half) / (1 - half), delta / (1 - delta * A / 2)
-    decay = torch.exp(decay_delta * A)
-    if discretization == "zoh":
-        # expm1(delta * A) / A tends to delta where A does to 0.
-        return decay, torch.where(A == 0, delta, torch.expm1(delta * A) / torch.where(A == 0, 1.0, A))
-    if discretization == "dirac":
-        return decay, torch.ones_like(delta)
-    return decay, delta
