@@ -23,9 +23,9 @@ from mamba_kernels.causal_conv1d_triton import (
     load_sequence,
     load_taps,
     pointers,
-    sigmoid,
     strides_of,
 )
+from mamba_kernels.triton_math import sigmoid
 
 
 @triton.jit(do_not_specialize=["seqlen", "t_blocks", "d_blocks"])

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.backend import interpreting
+from mamba_kernels.triton_math import sigmoid
 
 
 @triton.jit
@@ -73,25 +74,6 @@ def convolve(
     if WIDTH >= 4:
         y += w0 * x3
     return y
-
-
-@triton.jit
-def sigmoid(y, INTERPRET: tl.constexpr):
-    """1 / (1 + exp(-y)) to 2 units of float32 rounding, in 4 instructions.
-
-    tl.exp and / guard denormal results as well, which cannot matter here, at three times the instructions.
-    """
-    if INTERPRET:
-        return 1.0 / (1.0 + tl.exp(-y))
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .f32 e;
-                 mul.ftz.f32 e, $1, 0fBFB8AA3B;
-                 ex2.approx.ftz.f32 e, e;
-                 add.ftz.f32 e, e, 0f3F800000;
-                 rcp.approx.ftz.f32 $0, e; }""",
-            "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit

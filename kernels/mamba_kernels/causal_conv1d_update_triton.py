@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.backend import interpreting
-from mamba_kernels.causal_conv1d_triton import convolve, load_taps, pointers, sigmoid
+from mamba_kernels.causal_conv1d_triton import convolve, load_taps, pointers
+from mamba_kernels.triton_math import sigmoid
 
 
 @triton.jit(do_not_specialize=["d_blocks"])
