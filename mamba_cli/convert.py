@@ -22,7 +22,7 @@ from mamba_cli.formats import get_format
 from mamba_cli.formats.format import EMBEDDING, Format
 from mamba_cli.publish import check_destination, new_folder
 from mamba_cli.schema import KEPT_IN_STORED_DTYPE
-from mamba_cli.storage import StoredTensor, same_bits, weight_files, weights_entry
+from mamba_cli.storage import StoredTensor, dtype_name, same_bits, weight_files, weights_entry
 from mamba_cli.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
 from mamba_cli.writing import parse_size
 
@@ -94,7 +94,7 @@ def convert(
     same_files = unchanged and max_shard_size is None and _can_copy(source, to, as_pickle)
     if to != source.format:
         _check_limits(target, source.config)
-    config, found, notes = _with_tokenizer(source, tokenizer)
+    config, found, notes = _tokenizer(source, tokenizer)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def advance(written_or_read: int) -> None:
@@ -118,7 +118,7 @@ def convert(
         destination=destination,
         source_format=source.format,
         format=to,
-        dtype=str(tensors[EMBEDDING].dtype).removeprefix("torch."),
+        dtype=dtype_name(tensors[EMBEDDING].dtype),
         copied=same_files,
         tensors=len(tensors),
         nbytes=nbytes,
@@ -216,31 +216,29 @@ def _check_limits(target: Format, config: ModelConfig) -> None:
         )
 
 
-def _with_tokenizer(source: Checkpoint, name: str | None) -> tuple[ModelConfig, Path | None, tuple[str, ...]]:
-    """Return the configuration with the tokenizer's special ids, and where the tokenizer is.
+def _tokenizer(source: Checkpoint, name: str | None) -> tuple[ModelConfig, Path | None, tuple[str, ...]]:
+    """Return the configuration with the tokenizer's special ids, where the tokenizer is, and notes.
 
-    Weights can be converted without one, so it is only a note where none was asked for and none is there.
+    Weights convert without a tokenizer: only one that was named has to be there and fit the model.
     """
-    config = source.config
+    config, found = source.config, None
     try:
         found = find_tokenizer(source.folder, config, name)
         tokenizer = load_tokenizer(source, name)
     except Mamba2Error as error:
         if name is not None:
             raise
+        lost = "no tokenizer was copied" if found is None else "no special tokens were read"
         hint = f" ({error.hint})" if error.hint else ""
-        return config, None, (f"no tokenizer was copied: {error.message}{hint}",)
+        return config, found, (f"{lost}: {error.message}{hint}",)
     ids = {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": tokenizer.pad_id,
     }
-    known = {
-        key: value
-        for key, value in ids.items()
-        if value is not None and (name is not None or getattr(config, key) is None)
-    }
-    return replace(config, **known), found, ()
+    # A tokenizer that was named replaces the model's own, and so do its ids.
+    new = {key for key in ids if name is not None or getattr(config, key) is None}
+    return replace(config, **{key: ids[key] for key in new if ids[key] is not None}), found, ()
 
 
 def _copy_tokenizer(source: Checkpoint, found: Path | None, folder: Path) -> None:
@@ -259,10 +257,9 @@ def _check_written(
 ) -> None:
     """Open what was written as any checkpoint, and compare all of it with what it was made from."""
     written = open_checkpoint(folder)
-    if _function(written.config) != _function(config):
-        differing = [
-            key for key, value in _function(config).items() if _function(written.config)[key] != value
-        ]
+    found, expected = _function(written.config), _function(config)
+    differing = [key for key, value in expected.items() if found[key] != value]
+    if differing:
         raise Mamba2Error(f"written configuration: expected the source's, got other {', '.join(differing)}")
     for name, tensor in tensors.items():
         if not same_bits(written.tensors[name].load(), tensor.load()):

@@ -5,6 +5,7 @@ work as everywhere, and a model that is in the cache is used without a network.
 """
 
 import re
+import shlex
 from pathlib import Path
 from typing import NoReturn
 
@@ -98,7 +99,7 @@ def _fetch(repo: str, revision: str | None) -> Path:
 def _missing(repo: str, revision: str | None, name: str) -> NoReturn:
     from huggingface_hub import constants
 
-    command = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
+    command = f"hf download {repo}" + (f" --revision {shlex.quote(revision)}" if revision else "")
     raise Mamba2Error(
         f"{name} of {repo}: expected it in a folder of that name, from the hub or in its cache "
         f"{constants.HF_HUB_CACHE}, got none of these",

@@ -14,7 +14,7 @@ from mamba_cli.checkpoint import Checkpoint
 from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.schema import tensor_shapes
-from mamba_cli.storage import StoredTensor
+from mamba_cli.storage import StoredTensor, dtype_name
 from mamba_cli.tokenizer import DEFAULT_TOKENIZER, DEFAULT_VOCAB_SIZES, find_tokenizer, load_tokenizer
 
 # Bits of one element of the SSM state in each format it can be kept in.
@@ -221,11 +221,6 @@ def stored_bytes(checkpoint: Checkpoint) -> tuple[StoredBytes, ...]:
         for dtype, group in by_dtype.items()
     ]
     return tuple(sorted(stored, key=lambda entry: -entry.nbytes))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def state_bytes(config: ModelConfig, dtype: str) -> StateBytes:

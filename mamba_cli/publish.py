@@ -24,7 +24,9 @@ def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
     if not target.is_dir():
         raise Mamba2Error(f"{destination}: expected a folder to write, got a file of that name")
     if any(target.iterdir()) and not overwrite:
-        raise Mamba2Error(f"{destination}: expected a new or empty folder, got one with files", "--overwrite")
+        raise Mamba2Error(
+            f"{destination}: expected a new or empty folder, got one with files", "--overwrite replaces it"
+        )
 
 
 @contextlib.contextmanager

@@ -65,6 +65,11 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name people write: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def open_weights(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a folder by their keys, whatever files they are in."""
     tensors: dict[str, StoredTensor] = {}

@@ -29,10 +29,17 @@ from mamba_cli.load import load_model
 from mamba_cli.storage import same_bits
 
 HEAD, EMBEDDING = "lm_head.weight", "backbone.embedding.weight"
-HELD_BY_ALL = (
-    "plain groups_between_one_and_nheads groups_as_heads wide_state conv_of_two dt_limited projection_bias "
-    "no_conv_bias residual_in_model_dtype untied"
-).split()
+HELD_BY_ALL = {
+    name: VARIANTS[name]
+    for name in (
+        "plain groups_between_one_and_nheads groups_as_heads wide_state conv_of_two dt_limited "
+        "projection_bias no_conv_bias residual_in_model_dtype untied"
+    ).split()
+} | {
+    "three_times_as_wide": variant(d_model=48, d_inner=144, d_ssm=144),
+    # A convolution whose weight has as many channels as columns, which says nothing about its layout.
+    "square_conv": variant(d_model=1, d_inner=2, d_ssm=2, headdim=2, d_state=1),
+}
 
 
 @pytest.fixture
@@ -63,9 +70,9 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", HELD_BY_ALL)
 def test_round_trip_through_every_format_is_exact(tmp_path, name):
-    config = VARIANTS[name]
+    config = HELD_BY_ALL[name]
     tensors = state_dict(config)
-    tensors["backbone.layers.0.norm.weight"][:3] = torch.tensor([-0.0, float("nan"), 1e-42])
+    tensors[EMBEDDING][:3, 0] = torch.tensor([-0.0, float("nan"), 1e-42])
     first = save_state_spaces(tmp_path / "source", config, tensors)
     for number, to in enumerate(["hf", "fla", "hf", "state-spaces"]):
         convert(first if number == 0 else tmp_path / str(number - 1), tmp_path / str(number), to)
@@ -312,6 +319,13 @@ def test_tokenizer_linked_from_outside_is_not_copied(tmp_path, source):
     assert "inside the folder" in message(source, tmp_path / "hf", "hf")
 
 
+def test_tokenizer_that_does_not_fit_goes_along_unless_it_was_named(tmp_path, source):
+    word_tokenizer(source, 99)
+    result = convert(source, tmp_path / "hf", "hf")
+    assert "98" in result.notes[0] and "tokenizer.json" in result.files
+    assert "98" in message(source, tmp_path / "again", "hf", tokenizer=str(source))
+
+
 def test_model_without_a_tokenizer_converts_and_says_so(tmp_path, source):
     result = convert(source, tmp_path / "hf", "hf")
     assert result.tokenizer is None
@@ -326,11 +340,12 @@ def loaded(kind, folder):
 
 @pytest.mark.parametrize("name", HELD_BY_ALL)
 def test_transformers_loads_every_key_and_computes_the_same_logits(tmp_path, name):
-    source = save_state_spaces(tmp_path / "source", VARIANTS[name])
+    config = HELD_BY_ALL[name]
+    source = save_state_spaces(tmp_path / "source", config)
     convert(source, tmp_path / "hf", "hf", max_shard_size="50KB")
     theirs = loaded(Mamba2ForCausalLM, tmp_path / "hf")
-    assert tuple(theirs.config.time_step_limit) == VARIANTS[name].dt_limit
-    assert theirs.config.tie_word_embeddings == VARIANTS[name].tie_embeddings
+    assert tuple(theirs.config.time_step_limit) == config.dt_limit
+    assert theirs.config.tie_word_embeddings == config.tie_embeddings
     ids = torch.randint(61, (2, 21), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = theirs(ids).logits
@@ -372,6 +387,10 @@ def test_what_transformers_saves_opens_and_comes_back_exact(tmp_path, kind, conf
     else:
         convert(tmp_path / "theirs", tmp_path / "ours", "state-spaces")
         convert(tmp_path / "ours", tmp_path / "back", "hf")
+    ids = torch.randint(64, (2, 21), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model.eval()(ids).logits
+    assert distance(load_model(tmp_path / "theirs", device="cpu", dtype="float32")(ids), expected) < 1e-5
     again = loaded(kind, tmp_path / "back").state_dict()
     assert all(same_bits(again[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -417,7 +436,7 @@ def test_command_prints_one_strict_json_document(tmp_path, source, capsys):
     assert document["dtype"] == "bfloat16"
     assert document["files"] == sorted(contents(tmp_path / "out"))
     assert main(arguments) == 1  # it is there now
-    assert "hint: --overwrite" in capsys.readouterr().err
+    assert "hint: --overwrite replaces it" in capsys.readouterr().err
 
 
 def test_command_refuses_wrong_usage_with_2_and_broken_input_with_1(tmp_path, source, capsys):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from model_testing import BASE, VARIANTS, hybrid, variant
+from transformers import FalconMambaConfig
 
 from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
@@ -273,7 +274,7 @@ def test_what_tensors_cannot_say_is_asked_for_and_not_made_up(key):
 
 
 def test_absent_sizes_of_mamba1_are_those_of_the_tensors():
-    raw = without(write("hf", FALCON), "state_size", "time_step_rank", "expand")
+    raw = without(write("hf", FALCON), "state_size", "time_step_rank", "expand", "intermediate_size")
     assert read("hf", raw, tensor_shapes(FALCON)) == FALCON
     assert read("hf", write("hf", MAMBA1) | {"time_step_rank": "auto"}).dt_rank == 2
     assert "mixer_rms_eps" in message(read, "hf", without(raw, "mixer_rms_eps"), tensor_shapes(FALCON))
@@ -296,6 +297,13 @@ def test_absent_sizes_of_mamba1_are_those_of_the_tensors():
 def test_contradiction_is_named_with_both_values(raw, named):
     said = message(read, "hf", raw)
     assert all(word in said for word in named), said
+
+
+def test_width_of_mamba1_is_the_one_that_transformers_takes():
+    raw = write("hf", FALCON) | {"expand": 16}
+    assert read("hf", raw).d_inner == FalconMambaConfig(**raw).intermediate_size == 64
+    raw = without(raw, "intermediate_size")
+    assert read("hf", raw).d_inner == FalconMambaConfig(**raw).intermediate_size == 512
 
 
 def test_fractional_expand_is_read():

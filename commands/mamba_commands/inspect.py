@@ -89,7 +89,7 @@ def _check(checkpoint: "Checkpoint", out: Output) -> "Soundness":
 
 
 def _tensors(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
-    from mamba_cli.inspection import dtype_name
+    from mamba_cli.storage import dtype_name
 
     return [
         {

@@ -226,8 +226,3 @@ def count_layers(names: Mapping[str, Any]) -> int:
     """Return the number of layers that tensors with these canonical names belong to."""
     parts = (name.split(".") for name in names if name.startswith("backbone.layers."))
     return len({part[2] for part in parts if len(part) > 2})
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without `torch.`."""
-    return str(dtype).removeprefix("torch.")

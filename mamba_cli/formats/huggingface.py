@@ -20,10 +20,10 @@ from mamba_cli.formats.format import (
     Shapes,
     count_layers,
     dimension,
-    dtype_name,
     spell_dt_limit,
 )
 from mamba_cli.formats.huggingface_mamba1 import MAMBA1_TYPES, read_mamba1, write_mamba1
+from mamba_cli.storage import dtype_name
 
 STORED_EMBEDDING = "backbone.embeddings.weight"
 

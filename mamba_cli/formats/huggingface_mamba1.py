@@ -15,15 +15,15 @@ MAMBA1_TYPES = ("mamba", "falcon_mamba")
 
 def read_mamba1(given: dict[str, Any], shapes: Shapes, common: dict[str, Any]) -> ModelConfig:
     """Return the configuration; `common` has the fields that all model types have."""
-    d_inner = dimension(shapes, FIRST_MIXER + "out_proj.weight", 1)
     derived = {
         "state_size": dimension(shapes, FIRST_MIXER + "A_log", 1),
         "time_step_rank": dimension(shapes, FIRST_MIXER + "dt_proj.weight", 1),
-        "intermediate_size": d_inner,
+        "intermediate_size": dimension(shapes, FIRST_MIXER + "out_proj.weight", 1),
     }
     fields = Fields(derived | given)
     d_model = common["d_model"]
-    if "expand" in given:
+    # Where both are there, the library takes intermediate_size.
+    if "expand" in given and "intermediate_size" not in given:
         d_inner = int(fields.number("expand") * d_model)
     else:
         d_inner = fields.integer("intermediate_size")
@@ -49,6 +49,7 @@ def write_mamba1(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["FalconMambaForCausalLM" if falcon else "MambaForCausalLM"],
         "model_type": "falcon_mamba" if falcon else "mamba",
         "expand": config.d_inner // config.d_model,
+        "intermediate_size": config.d_inner,
         "time_step_rank": config.dt_rank,
         "layer_norm_epsilon": config.norm_eps,
         **({"mixer_rms_eps": config.bcdt_norm_eps} if falcon else {}),
