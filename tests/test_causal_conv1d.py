@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from kernel_testing import assert_close_as_reference
 from mamba_kernels import causal_conv1d_bwd_triton, causal_conv1d_triton
 from mamba_kernels.backend import use_backend

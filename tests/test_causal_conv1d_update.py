@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from kernel_testing import assert_close_as_reference
 from mamba_kernels.backend import use_backend
 from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_update_ref
