@@ -2,13 +2,13 @@
 
 import torch
 import torch.nn.functional as F
-from mamba_kernels.causal_conv1d import causal_conv1d_fn
 
 from mamba_cli.config import AttentionConfig
 from mamba_cli.linear import Linear
 from mamba_cli.mamba2 import advance_window
 from mamba_cli.state import AttentionState, wide_dtype
 from mamba_cli.weights import Weights
+from mamba_kernels.causal_conv1d import causal_conv1d_fn
 
 
 class AttentionMixer:
@@ -23,44 +23,67 @@ class AttentionMixer:
 
     def prefill(self, u: torch.Tensor, state: AttentionState) -> torch.Tensor:
         """Read seqlen tokens; `state` is updated in place."""
+        start, seqlen = state.length, u.shape[1]
+        positions = torch.arange(start, start + seqlen, device=u.device)
+        q, k, v, mlp = self._project(u, positions, state)
+        k, v = state.append(k, v)
+        mask = None
+        if start and seqlen > 1:  # one query sees all keys, and a first block is plainly causal
+            mask = torch.arange(start + seqlen, device=u.device) <= positions[:, None]
+        return self._attend(q, k, v, mlp, mask, is_causal=start == 0)
+
+    def step(self, u: torch.Tensor, state: AttentionState) -> torch.Tensor:
+        """Read one token, u (batch, d_model); `state` is updated in place."""
+        if state.position is None:
+            return self.prefill(u[:, None], state)[:, 0]
+        # Captured: shapes cannot grow, so all of the cache takes part and a mask hides what is not filled.
+        q, k, v, mlp = self._project(u[:, None], state.position[None], state)
+        keys, values = state.kv
+        keys.index_copy_(2, state.position[None], k)
+        values.index_copy_(2, state.position[None], v)
+        mask = torch.arange(state.capacity, device=u.device)[None] <= state.position
+        y = self._attend(q, keys, values, mlp, mask)
+        state.position.add_(1)
+        return y[:, 0]
+
+    def _project(
+        self, u: torch.Tensor, positions: torch.Tensor, state: AttentionState
+    ) -> tuple[torch.Tensor, ...]:
+        """Return q, k, v (batch, heads, seqlen, head_dim), rotated, and what the MLP beside them gives."""
         config = self.config
         qkv, up, gate = self.in_proj(u).split(
             (config.qkv_dim, config.mlp_dim // 2, config.mlp_dim // 2), dim=-1
         )
         if self.conv_weight is not None:
             qkv = self._convolve(qkv.transpose(1, 2), state).transpose(1, 2)
-        q, k, v = (
-            part.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-            for part in qkv.split(
-                [
-                    heads * config.head_dim
-                    for heads in (config.num_heads, config.num_heads_kv, config.num_heads_kv)
-                ],
-                dim=-1,
-            )
-        )
-        start = state.length
+        heads = qkv.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        q, k, v = heads.split((config.num_heads, config.num_heads_kv, config.num_heads_kv), dim=1)
         if config.rotary_emb_dim:
-            cos, sin = rotary_tables(config, start, q.shape[2], q.dtype, q.device)
+            cos, sin = rotary_tables(config, positions, wide_dtype(u.dtype))
             q, k = rotate(q, cos, sin, config), rotate(k, cos, sin, config)
-        k, v = state.append(k, v)
+        return q, k, v, up * F.silu(gate)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mlp: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        config = self.config
         y = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=_causal_mask(q.shape[2], start, q.device) if start and q.shape[2] > 1 else None,
-            is_causal=start == 0,
+            attn_mask=mask,
+            is_causal=is_causal,
             scale=config.softmax_scale,
             enable_gqa=config.num_heads != config.num_heads_kv,
         )
         y = y.transpose(1, 2).flatten(-2)
-        if config.mlp_dim:
-            y = torch.cat([y, up * F.silu(gate)], -1)
-        return self.out_proj(y)
-
-    def step(self, u: torch.Tensor, state: AttentionState) -> torch.Tensor:
-        """Read one token, u (batch, d_model); `state` is updated in place."""
-        return self.prefill(u[:, None], state)[:, 0]
+        return self.out_proj(torch.cat([y, mlp], -1) if config.mlp_dim else y)
 
     def _convolve(self, x: torch.Tensor, state: AttentionState) -> torch.Tensor:
         # The window holds the values before the convolution; mamba_ssm's own prefill stores those
@@ -72,13 +95,12 @@ class AttentionMixer:
 
 
 def rotary_tables(
-    config: AttentionConfig, start: int, length: int, dtype: torch.dtype, device: torch.device
+    config: AttentionConfig, positions: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin (length, rotary_emb_dim / 2) of positions start..start+length (Su et al. 2021)."""
-    wide = wide_dtype(dtype)
-    exponent = torch.arange(0, config.rotary_emb_dim, 2, dtype=wide, device=device) / config.rotary_emb_dim
-    positions = torch.arange(start, start + length, dtype=wide, device=device)
-    angle = positions[:, None] * config.rotary_emb_base**-exponent
+    """Return cos and sin (seqlen, rotary_emb_dim / 2) of positions (seqlen,) (Su et al. 2021)."""
+    even = torch.arange(0, config.rotary_emb_dim, 2, dtype=dtype, device=positions.device)
+    frequency = config.rotary_emb_base ** (-even / config.rotary_emb_dim)
+    angle = positions[:, None].to(dtype) * frequency
     return angle.cos(), angle.sin()
 
 
@@ -91,9 +113,3 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, config: Attent
     a, b = pairs.to(cos.dtype).unbind(axis)
     turned = torch.stack([a * cos - b * sin, b * cos + a * sin], axis).flatten(-2).to(x.dtype)
     return torch.cat([turned, rest], -1)
-
-
-def _causal_mask(length: int, start: int, device: torch.device) -> torch.Tensor:
-    """Return (length, start + length): query i sees the `start` past keys and its own block up to i."""
-    rows = torch.arange(start, start + length, device=device)[:, None]
-    return torch.arange(start + length, device=device) <= rows

@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mamba_cli.decoding import decode
 from mamba_cli.errors import Mamba2Error
-from mamba_cli.sampling import SamplingParams, UniformNumbers, sample
+from mamba_cli.sampling import SamplingParams, UniformNumbers
 from mamba_cli.stops import StopStrings
 from mamba_cli.tokenizer import TextStream
 
 if TYPE_CHECKING:
     from mamba_cli.language_model import LanguageModel
-    from mamba_cli.state import State
-
-# Random numbers are drawn for this many steps at a time, to be sent to the device at once.
-STEPS_DRAWN = 256
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def generate(
     if num_samples > 1:
         logits, state = logits.expand(num_samples, -1), state.repeat(num_samples)
     vocab_size = min(config.vocab_size, tokenizer.vocab_size)
-    steps = _decode(lm, logits, state, params, vocab_size, prompt_ids, UniformNumbers(seed, num_samples))
+    steps = decode(lm, logits, state, params, vocab_size, prompt_ids, UniformNumbers(seed, num_samples))
     decode_seconds = 0.0
     for step in range(max_new_tokens):
         start = time.perf_counter()
@@ -122,33 +119,6 @@ def generate(
         if text := row.finish():
             yield Piece(index, text)
     yield Generation([row.sample for row in rows], len(prompt_ids), prefill_seconds, decode_seconds)
-
-
-@torch.inference_mode()
-def _decode(
-    lm: "LanguageModel",
-    logits: torch.Tensor,
-    state: "State",
-    params: SamplingParams,
-    vocab_size: int,
-    prompt_ids: Sequence[int],
-    numbers: UniformNumbers,
-) -> Iterator[list[int]]:
-    """Yield the chosen token of each row, step after step without end.
-
-    logits: (batch, vocab_rows), those after the prompt; `state` is updated in place.
-    """
-    seen = None
-    if params.repetition_penalty != 1:
-        seen = torch.zeros(logits.shape[0], vocab_size, dtype=torch.bool, device=logits.device)
-        seen[:, [token_id for token_id in set(prompt_ids) if token_id < vocab_size]] = True
-    while True:
-        for uniform in numbers.draw(STEPS_DRAWN).to(logits.device):
-            token_ids = sample(logits, params, vocab_size, uniform, seen)
-            if seen is not None:
-                seen.scatter_(1, token_ids[:, None], True)
-            yield token_ids.tolist()
-            logits = lm.step_(token_ids, state)
 
 
 class _Row:

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
-from mamba_kernels.backend import backend_for, use_backend
 
 from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.model import Model
 from mamba_cli.state import State, init_state
+from mamba_cli.step_graph import StepGraph
 from mamba_cli.tokenizer import Tokenizer
 from mamba_cli.weights import Weights
+from mamba_kernels.backend import backend_for, use_backend
 
 # Tokens that go through the layers at once: it bounds the memory that activations take, and on a
 # CPU keeps them in the cache.
@@ -40,9 +42,9 @@ class LanguageModel:
         self.device = weights.device
         self.dtype = weights.dtype
         self._load_tokenizer = load_tokenizer
-        with use_backend(backend):
-            self.backend = backend_for(self.device)
+        self.backend = _resolve_backend(backend, self.device)
         self.model = Model(config, weights)
+        self.decoder: Any = None  # what mamba_cli.decoding keeps from one text to the next
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -77,12 +79,21 @@ class LanguageModel:
         that needs no old state is faster with `step_`.
         """
         state = state.clone()
-        return self.step_(token_ids, state), state
+        token_ids = token_ids.to(self.device)
+        return self.logits(self._run(self.model.step, token_ids, state)), state
 
     @torch.inference_mode()
     def step_(self, token_ids: torch.Tensor, state: State) -> torch.Tensor:
-        """Read one token a sequence, token_ids (batch,); update `state` in place; return logits."""
-        return self.logits(self._run(self.model.step, token_ids.to(self.device), state))
+        """Read one token a sequence, token_ids (batch,); update `state` in place; return logits.
+
+        On a GPU the first call on a state captures a CUDA graph, which all later ones replay.
+        """
+        token_ids = token_ids.to(self.device)
+        if self.device.type != "cuda":
+            return self.logits(self._run(self.model.step, token_ids, state))
+        if state.graph is None:
+            state.graph = self._run(StepGraph, self.model, state)
+        return state.graph(token_ids).clone()
 
     @torch.inference_mode()
     def hidden_states(self, input_ids: Ids, state: State | None = None) -> tuple[torch.Tensor, State]:
@@ -127,3 +138,11 @@ class LanguageModel:
                 f"input_ids: expected ids in [0, {self.config.vocab_rows}), got {low if low < 0 else high}"
             )
         return ids.to(self.device)
+
+
+def _resolve_backend(name: str, device: torch.device) -> str:
+    try:
+        with use_backend(name):
+            return backend_for(device)
+    except (RuntimeError, ValueError) as error:
+        raise Mamba2Error(str(error)) from error

@@ -73,7 +73,9 @@ def choose_device(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise Mamba2Error(f"device: expected auto, cpu, cuda or cuda:N, got {name}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Mamba2Error(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {name}")
+        count = torch.cuda.device_count()
+        found = f"{count} CUDA device{'s' * (count > 1)}" if count else "no CUDA device"
+        raise Mamba2Error(f"device {name}: expected one that torch finds, got {found}")
     return device
 
 

@@ -2,15 +2,15 @@
 
 import torch
 import torch.nn.functional as F
-from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from mamba_kernels.selective_scan import selective_scan_fn
-from mamba_kernels.selective_state_update import selective_state_update
 
 from mamba_cli.config import ModelConfig
 from mamba_cli.linear import Linear
 from mamba_cli.mamba2 import advance_window
 from mamba_cli.state import SSMState
 from mamba_cli.weights import Weights
+from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from mamba_kernels.selective_scan import selective_scan_fn
+from mamba_kernels.selective_state_update import selective_state_update
 
 
 class Mamba1Mixer:

@@ -2,15 +2,15 @@
 
 import torch
 import torch.nn.functional as F
-from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from mamba_kernels.chunk_scan import mamba_chunk_scan_combined
-from mamba_kernels.rmsnorm import rmsnorm_fn
-from mamba_kernels.selective_state_update import selective_state_update
 
 from mamba_cli.config import ModelConfig
 from mamba_cli.linear import Linear
 from mamba_cli.state import SSMState
 from mamba_cli.weights import Weights
+from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from mamba_kernels.chunk_scan import mamba_chunk_scan_combined
+from mamba_kernels.rmsnorm import rmsnorm_fn
+from mamba_kernels.selective_state_update import selective_state_update
 
 
 class Mamba2Mixer:
@@ -22,7 +22,8 @@ class Mamba2Mixer:
         self.conv_weight = weights("conv1d.weight").squeeze(1)
         self.conv_bias = weights.optional("conv1d.bias")
         self.dt_bias = weights("dt_bias")
-        self.A = -weights("A_log").exp()
+        self.A_log = weights("A_log")
+        self.A = -self.A_log.exp()
         D = weights("D")
         self.D = D.unflatten(0, (config.nheads, config.headdim)) if config.D_has_hdim else D
         self.norm_weight = weights("norm.weight") if config.rmsnorm else None

@@ -2,7 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-from mamba_kernels.rmsnorm import add_norm_fn
 
 from mamba_cli.attention import AttentionMixer
 from mamba_cli.config import ModelConfig
@@ -11,6 +10,7 @@ from mamba_cli.mamba1 import Mamba1Mixer
 from mamba_cli.mamba2 import Mamba2Mixer
 from mamba_cli.state import State
 from mamba_cli.weights import Weights
+from mamba_kernels.rmsnorm import add_norm_fn
 
 
 class Model:

@@ -1,7 +1,8 @@
 """What a model remembers of the tokens it has read: convolution windows, SSM states, KV caches."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -26,6 +27,11 @@ class SSMState:
     def map(self, change) -> "SSMState":
         return SSMState(change(self.conv), change(self.ssm))
 
+    def copy_(self, other: "SSMState") -> None:
+        """Take over the memory of `other` in place."""
+        self.conv.copy_(other.conv)
+        self.ssm.copy_(other.ssm)
+
 
 @dataclass
 class AttentionState:
@@ -33,11 +39,14 @@ class AttentionState:
 
     conv: (batch, qkv_dim, d_conv) values before the convolution, or None where there is none.
     kv: (2, batch, num_heads_kv, capacity, head_dim); the first `length` positions are filled.
+    position: `length` once more, int64 () on the device, where steps are captured in a CUDA graph,
+    which can read no Python number; None elsewhere.
     """
 
     conv: torch.Tensor | None
     kv: torch.Tensor
     length: int = 0
+    position: torch.Tensor | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         if self.conv is not None:
@@ -51,16 +60,33 @@ class AttentionState:
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add k, v (batch, num_heads_kv, seqlen, head_dim); return all keys and values so far."""
         end = self.length + k.shape[2]
-        if end > self.kv.shape[3]:
+        if end > self.capacity:
             # Doubling keeps the copying linear in the length of the text.
-            capacity = max(end, 2 * self.kv.shape[3], 64)
-            grown = self.kv.new_zeros(*self.kv.shape[:3], capacity, self.kv.shape[4])
-            grown[:, :, :, : self.length] = self.kv[:, :, :, : self.length]
-            self.kv = grown
+            self.reserve(max(end, 2 * self.capacity, 64))
         self.kv[0, :, :, self.length : end] = k
         self.kv[1, :, :, self.length : end] = v
         self.length = end
         return self.kv[0, :, :, :end], self.kv[1, :, :, :end]
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit without growing."""
+        return self.kv.shape[3]
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` positions in all."""
+        grown = self.kv.new_zeros(*self.kv.shape[:3], capacity, self.kv.shape[4])
+        grown[:, :, :, : self.length] = self.kv[:, :, :, : self.length]
+        self.kv = grown
+
+    def copy_(self, other: "AttentionState") -> None:
+        """Take over the memory of `other`, which fits, in place."""
+        if self.conv is not None:
+            self.conv.copy_(other.conv)
+        self.kv[:, :, :, : other.length] = other.kv[:, :, :, : other.length]
+        self.length = other.length
+        if self.position is not None:
+            self.position.fill_(other.length)
 
 
 @dataclass
@@ -69,6 +95,7 @@ class State:
 
     layers: list[SSMState | AttentionState]
     seqlen: int = 0
+    graph: Any = field(default=None, repr=False)  # the captured step that advances this state, if any
 
     @property
     def batch(self) -> int:
@@ -87,6 +114,12 @@ class State:
     def repeat(self, count: int) -> "State":
         """Return a state of `count` copies of each sequence, copies of one sequence adjacent."""
         return self._map(lambda tensor: tensor.repeat_interleave(count, 0))
+
+    def copy_(self, other: "State") -> None:
+        """Take over the memory of `other`, of the same batch, in place."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.copy_(theirs)
+        self.seqlen = other.seqlen
 
     def _map(self, change) -> "State":
         return State([layer.map(_keeping_layout(change)) for layer in self.layers], self.seqlen)

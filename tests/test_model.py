@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from model_testing import DATA, VARIANTS, golden_names, make, variant
-from oracle import oracle_logits
 from safetensors.torch import load_file
 
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.load import load_model
 from mamba_cli.weights import random_tensors
+from model_testing import DATA, VARIANTS, golden_names, make, variant
+from oracle import oracle_logits
 
 every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 

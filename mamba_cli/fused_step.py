@@ -1,0 +1,101 @@
+"""The decode step of a plain Mamba-2 model, in three kernels a layer."""
+
+import torch
+
+from mamba_cli.config import ModelConfig
+from mamba_cli.model import Model
+from mamba_cli.state import State, wide_dtype
+from mamba_kernels.decode_layer import embed_step, in_proj_step, lm_head_step, out_proj_step, ssm_step
+from mamba_kernels.decode_norm import NormBuffers
+
+
+class FusedStep:
+    """Reads one token a sequence, into buffers that are made once for a batch size.
+
+    The same function as `Model.step` followed by the head, for the configurations that `serves` names.
+    """
+
+    # Rows of a batch from which the out_proj may be split over its input, and into how many parts.
+    SPLITS = 8
+
+    def __init__(self, model: Model, batch: int):
+        config, weight = model.config, model.embedding
+        dtype, device = weight.dtype, weight.device
+
+        def buffer(rows: int, width: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(rows, width, dtype=dtype, device=device)
+
+        self.model = model
+        # A product that is not normalised yet can pass float16's range.
+        scaled_dtype = torch.float32 if dtype == torch.float16 else dtype
+        self.hidden = NormBuffers.empty(batch, config.d_model, scaled_dtype, device)
+        self.gated = NormBuffers.empty(batch, config.d_ssm, scaled_dtype, device)
+        self.residual = buffer(batch, config.d_model, wide_dtype(dtype) if config.residual_in_fp32 else dtype)
+        self.zxbcdt = buffer(batch, config.in_proj_dim)
+        self.logits = buffer(batch, config.vocab_rows)
+        self.partials = torch.empty(self.SPLITS, batch, config.d_model, dtype=torch.float32, device=device)
+        # Programmatic dependent launch exists from Hopper on.
+        self.pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    @staticmethod
+    def serves(config: ModelConfig) -> bool:
+        """Whether a model of `config` is plain enough: Mamba-2 and RMSNorm throughout, no MLPs."""
+        plain = config.layer == "Mamba2" and config.rms_norm and not config.attn_layer_idx
+        return plain and not config.mlp_dim and not config.d_mlp
+
+    def __call__(self, token_ids: torch.Tensor, state: State) -> torch.Tensor:
+        """Read token_ids (batch,), update `state` in place, return logits (batch, vocab_rows).
+
+        The logits lie in a buffer that the next call overwrites.
+        """
+        model, config = self.model, self.model.config
+        norms = [block.norm.weight for block in model.blocks[1:]] + [model.norm_f.weight]
+        normed = embed_step(
+            token_ids,
+            model.embedding,
+            model.blocks[0].norm.weight,
+            config.norm_eps,
+            self.residual,
+            self.hidden,
+        )
+        for block, memory, next_norm in zip(model.blocks, state.layers, norms, strict=True):
+            mixer = block.mixer
+            in_proj_step(
+                normed,
+                mixer.in_proj.weight,
+                mixer.in_proj.bias,
+                memory.conv,
+                mixer.conv_weight,
+                mixer.conv_bias,
+                self.zxbcdt,
+                d_ssm=config.d_ssm,
+                pdl=self.pdl,
+            )
+            gated = ssm_step(
+                self.zxbcdt,
+                memory.ssm,
+                mixer.dt_bias,
+                mixer.A_log,
+                mixer.D,
+                mixer.norm_weight,
+                config.gated_norm_eps,
+                self.gated,
+                ngroups=config.ngroups,
+                dt_limit=config.dt_limit,
+                norm_before_gate=config.norm_before_gate,
+                pdl=self.pdl,
+            )
+            normed = out_proj_step(
+                gated,
+                mixer.out_proj.weight,
+                mixer.out_proj.bias,
+                self.residual,
+                next_norm,
+                config.norm_eps,
+                self.hidden,
+                partials=self.partials,
+                pdl=self.pdl,
+            )
+        lm_head_step(normed, model.head.weight, self.logits, pdl=self.pdl)
+        state.seqlen += 1
+        return self.logits

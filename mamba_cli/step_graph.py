@@ -1,0 +1,94 @@
+"""One decode step on one state, captured in a CUDA graph: a token costs one replay."""
+
+from collections.abc import Callable
+
+import torch
+
+from mamba_cli.fused_step import FusedStep
+from mamba_cli.model import Model
+from mamba_cli.state import AttentionState, State
+
+# A captured step attends to the whole of a cache: room for this many more tokens costs little, and a
+# graph of twice the room is captured when they are used up.
+CAPTURED_POSITIONS = 1024
+
+Step = Callable[[torch.Tensor, State], torch.Tensor]
+
+
+def step_function(model: Model, batch: int) -> Step:
+    """Return the fastest step for `model` on a GPU: (token_ids (batch,), state) -> logits, state in place."""
+    if FusedStep.serves(model.config):
+        return FusedStep(model, batch)
+    return lambda token_ids, state: model.head(model.step(token_ids, state))
+
+
+def capture(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """Return a graph of the device work of `run`, which must not wait for the device.
+
+    `run` is called twice before and once while capturing: the calls before compile its kernels. Whoever
+    captures work that changes a state restores it.
+    """
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    return graph
+
+
+class StepGraph:
+    """Advances the state it was made for: `logits = graph(token_ids)`."""
+
+    def __init__(self, model: Model, state: State):
+        self.model = model
+        self.state = state
+        self.token_ids = torch.zeros(state.batch, dtype=torch.long, device=model.embedding.device)
+        self._capture()
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Read token_ids (batch,); return logits (batch, vocab_rows) that the next call overwrites."""
+        if is_full(self.state):
+            self._capture()
+        self.token_ids.copy_(token_ids)
+        self.graph.replay()
+        count_token(self.state)
+        return self.logits
+
+    def _capture(self) -> None:
+        make_static(self.state)
+        saved = self.state.clone()
+        step = step_function(self.model, self.state.batch)
+
+        def run() -> None:
+            self.logits = step(self.token_ids, self.state)
+
+        self.graph = capture(run, self.token_ids.device)
+        self.state.copy_(saved)
+
+
+def make_static(state: State) -> None:
+    """Give every KV cache room for steps that are captured, and its position a place on the device."""
+    for layer in _caches(state):
+        layer.reserve(layer.length + max(layer.length, CAPTURED_POSITIONS))
+        layer.position = torch.tensor(layer.length, device=layer.kv.device)
+
+
+def is_full(state: State) -> bool:
+    """Whether a KV cache has no room for another captured step."""
+    return any(layer.length == layer.capacity for layer in _caches(state))
+
+
+def count_token(state: State) -> None:
+    """Keep the Python side of `state` in step with a replay."""
+    state.seqlen += 1
+    for layer in _caches(state):
+        layer.length += 1
+
+
+def _caches(state: State) -> list[AttentionState]:
+    return [layer for layer in state.layers if isinstance(layer, AttentionState)]

@@ -1,0 +1,34 @@
+"""The three-kernel decode step is the general step, for every configuration it says it serves."""
+
+import pytest
+import torch
+from mamba_kernels.backend import use_backend
+from model_testing import VARIANTS
+from test_model import assert_states_agree, distance, ids_for
+
+from mamba_cli.fused_step import FusedStep
+from mamba_cli.load import random_model
+
+SERVED = {name: config for name, config in VARIANTS.items() if FusedStep.serves(config)}
+# Triton's interpreter takes seconds for each: test_decode_layer.py has the kernels' own cases.
+CASES = [(name, "torch") for name in SERVED] + [("plain", "triton"), ("norm_before_gate", "triton")]
+
+
+def test_what_is_served():
+    assert {"plain", "groups_as_heads", "dt_limited", "projection_bias", "no_gated_norm"} <= SERVED.keys()
+    assert not {"mlp", "hybrid", "part_of_the_width_is_ssm", "layer_norm"} & SERVED.keys()
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_fused_step_is_the_general_step(name, backend, device, nan_filled_empty):
+    config = SERVED[name]
+    lm, ids = random_model(config, device=device.type), ids_for(config)
+    _, state = lm.prefill(ids[:, :5])
+    fused_state = state.clone()
+    fused = FusedStep(lm.model, batch=2)
+    for t in range(5, 8):
+        logits, state = lm.step(ids[:, t], state)
+        with use_backend(backend), torch.inference_mode():
+            fused_logits = fused(ids[:, t].to(device), fused_state)
+        assert distance(fused_logits, logits) < 1e-5
+    assert_states_agree(fused_state, state, 1e-5)
