@@ -16,7 +16,9 @@ import multiprocessing
 import os
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ TOLERANCE = 1e-2  # relative RMS error in bfloat16, whose rounding alone gives 2
 
 @dataclass
 class Case:
-    """One kernel at one shape. `run(inputs, config)` launches it, `reference(inputs)` is the same in torch."""
+    """One kernel at one shape: `run(inputs, config)` launches it, `reference` is the same in torch."""
 
     make: Callable[[], tuple]
     run: Callable[[tuple, Config | None], Any]
@@ -95,9 +97,8 @@ def convolution_backward(batch: int, dim: int, seqlen: int, candidates: list[Con
 
     def reference(a: tuple) -> tuple:
         x, weight, bias = (v.detach().requires_grad_() for v in a[:3])
-        return torch.autograd.grad(
-            causal_conv1d_ref(x, weight, bias, activation="silu"), (x, weight, bias), a[3]
-        )
+        out = causal_conv1d_ref(x, weight, bias, activation="silu")
+        return torch.autograd.grad(out, (x, weight, bias), a[3])
 
     return Case(make, run, reference, 3 * 2 * batch * dim * seqlen, candidates)
 
@@ -138,6 +139,13 @@ def gated_norm(rows: int, width: int, candidates: list[Config], backward=False) 
     return Case(make, run, reference, (5 if backward else 3) * 2 * rows * width, candidates)
 
 
+def copy(batch: int, dim: int, seqlen: int) -> Case:
+    def make() -> tuple:
+        return (random(batch, dim, seqlen),)
+
+    return Case(make, lambda a, _: a[0].clone(), lambda a: a[0], 2 * 2 * batch * dim * seqlen, [])
+
+
 def add_norm(rows: int, width: int, candidates: list[Config]) -> Case:
     return Case(
         lambda: (random(rows, width), random(rows, width, dtype=torch.float32), random(width), None, 1e-5),
@@ -176,14 +184,15 @@ def cases(smoke: bool) -> dict[str, Case]:
         (4, 64, 256, 4), (2, 64, 256, 4), (8, 64, 128, 8), (4, 64, 64, 2),
     )  # fmt: skip
     step = tiles(
-        "BLOCK_S BLOCK_D num_warps", (4, 64, 1), (4, 64, 2), (4, 128, 2), (4, 128, 4), (4, 256, 4), (4, 256, 8),
-        (4, 512, 4),
+        "BLOCK_S BLOCK_D num_warps", (4, 64, 1), (4, 64, 2), (4, 128, 2), (4, 128, 4), (4, 256, 4),
+        (4, 256, 8), (4, 512, 4),
     )  # fmt: skip
 
     def norm(*rows_and_warps: tuple[int, int], width: int) -> list[Config]:
         return tiles("ROWS BLOCK_N num_warps", *((rows, width, warps) for rows, warps in rows_and_warps))
 
     return {
+        "copy 5376 x 8192": copy(1, 5376, 8192),
         "conv 5376 x 8192": convolution(1, 5376, 8192, long, target="peer 63, must 60, aim 48, limit 41"),
         "conv 5376 x 512": convolution(1, 5376, 512, short),
         "conv 1792 x 512": convolution(1, 1792, 512, short),
@@ -245,7 +254,7 @@ def microseconds(case: Case, copies: list[tuple], config: Config | None) -> floa
         graph.replay()
         event.record()
     torch.cuda.synchronize()
-    spans = [start.elapsed_time(end) for start, end in zip(events[1:-1], events[2:], strict=True)]
+    spans = [start.elapsed_time(end) for start, end in pairwise(events[1:])]
     return statistics.median(spans) * 1e3 / len(launches)
 
 
@@ -260,12 +269,13 @@ def main() -> None:
 
     chosen = {k: v for k, v in cases(options.smoke).items() if options.only in k}
     jobs = [(options.smoke, name, c) for name, case in chosen.items() for c in [None, *case.candidates]]
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        problems = pool.map(compile_and_compare, jobs, chunksize=1)
-    results = [
-        {"case": name, "config": config, "problem": problem}
-        for (_, name, config), problem in zip(jobs, problems, strict=True)
-    ]
+    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(compile_and_compare, job) for job in jobs]
+    results = []
+    for (_, name, config), job in zip(jobs, running, strict=True):
+        crash = job.exception()  # a process that died takes the ones after it along
+        problem = job.result() if crash is None else f"{type(crash).__name__}: {crash}"
+        results.append({"case": name, "config": config, "problem": problem})
     for name, case in chosen.items() if not options.smoke else ():
         inputs = case.make()
         copies = [inputs] + [case.make() for _ in range(min(15, L2_BYTES // case.bytes + 1))]
@@ -300,9 +310,9 @@ def report(chosen: dict[str, Case], results: list[dict[str, Any]]) -> None:
             continue
         now = next((f"{r['us']:.1f}" for r in timed if r["config"] is None), "-")
         best = timed[0]
-        config = (
-            "as now" if best["config"] is None else " ".join(f"{k}={v}" for k, v in best["config"].items())
-        )
+        config = "as now"
+        if best["config"] is not None:
+            config = " ".join(f"{k}={v}" for k, v in best["config"].items())
         print(f"{name:26} {now:>8} {best['us']:>8.1f} {best['GB/s']:>6.0f}  {config}  {case.target}")
 
 
