@@ -1,6 +1,7 @@
 """What every checkpoint format does, and what formats that keep a config.json share."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,32 +38,32 @@ MAMBA1: dict[str, Any] = {
 }
 
 
-class Format:
+class Format(ABC):
     """A folder with config.json and weights. Each format says how that configuration is read and written.
 
-    name: what --to takes; title: what people read; model: what cannot hold other models;
-    writes_tied_head: whether lm_head.weight is in the files even where it is the embedding.
+    name: what --to takes; title: what people read; writes_tied_head: whether lm_head.weight is in the
+    files even where it is the embedding.
     """
 
     name: str
     title: str
     writes_tied_head = False
 
+    @abstractmethod
     def recognise(self, config: dict[str, Any]) -> str | None:
         """Return why a config.json is of this format, or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_config(self, config: dict[str, Any], shapes: Shapes) -> ModelConfig:
         """Return the configuration. shapes, by canonical name, may only decide what config leaves out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_config(self, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Return the config.json of a model that cannot_hold had nothing against."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cannot_hold(self, config: ModelConfig) -> list[str]:
         """Return what this format has no place for, in words; nothing where it can hold the model."""
-        raise NotImplementedError
 
     def canonical_name(self, stored: str) -> str:
         """Return mamba_ssm's name of a tensor. Names of no known tensor stay as they are."""
