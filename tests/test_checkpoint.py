@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from checkpoint_testing import edit_json, save_state_spaces, state_dict
-from model_testing import BASE, DATA, VARIANTS, golden_names, variant
 
+from checkpoint_testing import edit_json, save_state_spaces, state_dict
 from mamba_cli.checkpoint import open_checkpoint
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.schema import tensor_shapes
 from mamba_cli.storage import same_bits
+from model_testing import BASE, DATA, VARIANTS, golden_names, variant
 
 HEAD, EMBEDDING = "lm_head.weight", "backbone.embedding.weight"
 A_LOG = "backbone.layers.1.mixer.A_log"

@@ -8,9 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoint_testing import edit_json, save_state_spaces, state_dict, strict_json
-from mamba_commands.app import main
-from model_testing import BASE, DATA, VARIANTS, variant
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -22,11 +19,14 @@ from transformers import (
     MambaForCausalLM,
 )
 
+from checkpoint_testing import edit_json, save_state_spaces, state_dict, strict_json
 from mamba_cli.checkpoint import open_checkpoint
 from mamba_cli.convert import convert
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.load import load_model
 from mamba_cli.storage import same_bits
+from mamba_commands.app import main
+from model_testing import BASE, DATA, VARIANTS, variant
 
 HEAD, EMBEDDING = "lm_head.weight", "backbone.embedding.weight"
 HELD_BY_ALL = {

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_testing import BASE, VARIANTS, hybrid, variant
 from transformers import FalconMambaConfig
 
 from mamba_cli.config import ModelConfig
@@ -15,6 +14,7 @@ from mamba_cli.files import write_json
 from mamba_cli.formats import FORMATS, detect, get_format
 from mamba_cli.schema import tensor_shapes
 from mamba_cli.shapes import PUBLISHED, published_config
+from model_testing import BASE, VARIANTS, hybrid, variant
 
 MAMBA1 = replace(
     BASE,

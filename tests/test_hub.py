@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_testing import save_state_spaces
 from huggingface_hub import constants
-from model_testing import BASE
 
+from checkpoint_testing import save_state_spaces
 from mamba_cli.checkpoint import open_checkpoint
 from mamba_cli.convert import convert
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.hub import embedded_model_path, resolve
+from model_testing import BASE
 
 REPO = "someone/some-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
