@@ -9,9 +9,9 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-from model_testing import BASE
 
 from mamba_cli.perplexity.tokens import Document
+from model_testing import BASE
 
 VOCAB, ROWS, TABLE = 11, 16, 7
 

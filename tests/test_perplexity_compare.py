@@ -4,6 +4,11 @@ import math
 
 import pytest
 import torch
+
+from mamba_cli.errors import Mamba2Error
+from mamba_cli.perplexity.compare import compare
+from mamba_cli.perplexity.evaluate import evaluate
+from mamba_cli.perplexity.plan import make_plan
 from model_testing import BASE
 from perplexity_testing import (
     TABLE,
@@ -16,11 +21,6 @@ from perplexity_testing import (
     random_stand_in,
     some_ids,
 )
-
-from mamba_cli.errors import Mamba2Error
-from mamba_cli.perplexity.compare import compare
-from mamba_cli.perplexity.evaluate import evaluate
-from mamba_cli.perplexity.plan import make_plan
 
 IDS = some_ids(60)
 

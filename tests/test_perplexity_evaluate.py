@@ -4,6 +4,12 @@ import math
 
 import pytest
 import torch
+
+from mamba_cli.errors import Mamba2Error
+from mamba_cli.perplexity.evaluate import automatic_batch_size, evaluate
+from mamba_cli.perplexity.plan import make_plan
+from mamba_cli.perplexity.report import measure_by_position, strict, summarise
+from mamba_cli.perplexity.tokens import encode_documents, measure_extent, prefix_token
 from perplexity_testing import (
     VOCAB,
     NumberTokenizer,
@@ -12,12 +18,6 @@ from perplexity_testing import (
     random_stand_in,
     some_ids,
 )
-
-from mamba_cli.errors import Mamba2Error
-from mamba_cli.perplexity.evaluate import automatic_batch_size, evaluate
-from mamba_cli.perplexity.plan import make_plan
-from mamba_cli.perplexity.report import measure_by_position, strict, summarise
-from mamba_cli.perplexity.tokens import encode_documents, measure_extent, prefix_token
 
 TOKENIZER = NumberTokenizer()
 

@@ -6,6 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from mamba_cli.errors import Mamba2Error
+from mamba_cli.perplexity import score
+from mamba_cli.perplexity.evaluate import evaluate
+from mamba_cli.perplexity.plan import make_plan
+from mamba_cli.perplexity.statistics import perplexity
+from mamba_cli.weights import random_tensors
 from model_testing import VARIANTS, make
 from oracle import oracle_logits
 from perplexity_testing import (
@@ -20,13 +27,6 @@ from perplexity_testing import (
     random_stand_in,
     some_ids,
 )
-
-from mamba_cli.errors import Mamba2Error
-from mamba_cli.perplexity import score
-from mamba_cli.perplexity.evaluate import evaluate
-from mamba_cli.perplexity.plan import make_plan
-from mamba_cli.perplexity.statistics import perplexity
-from mamba_cli.weights import random_tensors
 
 TOKENIZER = NumberTokenizer()
 
@@ -101,7 +101,7 @@ def test_nan_logits_are_an_error_that_names_the_token():
 
 
 def test_only_predictions_that_count_reach_the_head_and_in_slices(monkeypatch):
-    monkeypatch.setitem(score.SLICE_BYTES, "cpu", 4 * ROWS * 5)
+    monkeypatch.setitem(score.SLICE_ROWS, "cpu", 5)
     model, ids = random_stand_in(), some_ids(41)
     found = nlls(model, ids, window=16, stride=4, batch_size=3)
     assert found == pytest.approx(expected_nlls(model, ids, 16, 4), abs=1e-5)

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from mamba_cli.perplexity.evaluate import Progress
     from mamba_cli.perplexity.report import Figures, Position
 
-TEXT = "Text"
-MEASURE = "What is measured"
-RUN = "How it runs"
 BAR_WIDTH = 40
 
 
@@ -47,7 +44,7 @@ def eval_ppl(
     ],
     field: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Key or column that holds a row's text.", rich_help_panel=TEXT),
+        typer.Option(metavar="NAME", help="Key or column that holds a row's text."),
     ] = "text",
     documents: Annotated[
         bool,
@@ -55,7 +52,6 @@ def eval_ppl(
             "--documents",
             help="Score each document alone: a row, or a WikiText article. Without it all is one text, rows "
             "joined by a blank line.",
-            rich_help_panel=TEXT,
         ),
     ] = False,
     prefix: Annotated[
@@ -64,16 +60,15 @@ def eval_ppl(
             metavar="TOKEN",
             help="Token put before each document: none, bos or eos. Without one its first token is not "
             "scored.",
-            rich_help_panel=TEXT,
         ),
     ] = "none",
     max_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Read only the text's first N tokens.", rich_help_panel=TEXT),
+        typer.Option(metavar="N", min=1, help="Read only the text's first N tokens."),
     ] = None,
     max_windows: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Score only the first N windows.", rich_help_panel=TEXT),
+        typer.Option(metavar="N", min=1, help="Score only the first N windows."),
     ] = None,
     mode: Annotated[
         Literal["window", "carry", "step"],
@@ -81,14 +76,11 @@ def eval_ppl(
             metavar="MODE",
             help="window: rolling windows, each from an empty state; carry: one pass, the state carried "
             "through each document; step: the windows one token at a time, as generate decodes.",
-            rich_help_panel=MEASURE,
         ),
     ] = "window",
     window: Annotated[
         int,
-        typer.Option(
-            metavar="N", min=1, help="Tokens read together; carry: tokens a chunk.", rich_help_panel=MEASURE
-        ),
+        typer.Option(metavar="N", min=1, help="Tokens read together; carry: tokens a chunk."),
     ] = 2048,
     stride: Annotated[
         int | None,
@@ -96,7 +88,6 @@ def eval_ppl(
             metavar="N",
             min=1,
             help="Tokens from one window's start to the next; the window's length unless given.",
-            rich_help_panel=MEASURE,
         ),
     ] = None,
     reference: Annotated[
@@ -104,32 +95,27 @@ def eval_ppl(
         typer.Option(
             metavar="MODEL_OR_DTYPE",
             help="Compare with another model, or with this one in float32, bfloat16, float16 or float64.",
-            rich_help_panel=MEASURE,
         ),
     ] = None,
     by_position: Annotated[
         bool,
-        typer.Option("--by-position", help="Also by tokens read, in powers of two.", rich_help_panel=MEASURE),
+        typer.Option("--by-position", help="Also by tokens read, in powers of two."),
     ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Draw --by-position into a .png or .svg file (needs the plot extra).",
-            rich_help_panel=MEASURE,
+            metavar="FILE", help="Draw --by-position into a .png or .svg file (needs the plot extra)."
         ),
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Keep what is scored in FILE, and continue from it: the number is the same.",
-            rich_help_panel=RUN,
+            metavar="FILE", help="Keep what is scored in FILE, and continue from it: the number is the same."
         ),
     ] = None,
     batch_size: Annotated[
         str,
-        typer.Option(metavar="N", help="Windows side by side, or auto.", rich_help_panel=RUN),
+        typer.Option(metavar="N", help="Windows side by side, or auto."),
     ] = "auto",
     model: ModelOption = None,
     tokenizer: TokenizerOption = None,
@@ -185,7 +171,7 @@ def eval_ppl(
             source.documents(documents), lm.tokenizer, token, lm.config.vocab_size, max_tokens
         )
         plan = make_plan(encoded, lm.tokenizer, mode, window, stride, max_windows)
-        out.detail(f"{lm.name}: {_runtime(lm)}")
+        out.detail(f"{lm.name}: {_describe(lm)}, {len(plan.windows)} windows, {plan.predictions} predictions")
         out.detail(f"first ids: {' '.join(map(str, plan.documents[0].ids[:16].tolist()))}")
         with _progress(out, plan.predictions) as progress:
             scores = evaluate(lm, plan, windows_at_once, other, resume, processes, progress)
@@ -225,7 +211,7 @@ def eval_ppl(
     if json:
         document: dict[str, Any] = {**asdict(figures), **definition, **run}
         if positions:
-            document["by_position"] = [asdict(position) for position in positions]
+            document["by_position"] = [_without_none(asdict(position)) for position in positions]
         if comparison and other:
             document["reference"] = {"model": other.name, **_runtime(other), **asdict(comparison)}
         out.json(strict(document))
@@ -238,11 +224,8 @@ def eval_ppl(
         if positions:
             _print_positions(out, positions)
         out.data("")
-        out.table(("definition", "value"), list(definition.items()))
-        out.note(
-            f"{figures.tokens} tokens in {scores.seconds:.1f} s, {scores.tokens_per_second:.0f} tokens/s, "
-            f"{_runtime(lm)['dtype']} on {lm.device} ({lm.backend})"
-        )
+        out.table(("definition", "value"), list(_without_none(definition).items()))
+        out.note(f"{scores.tokens_per_second:.0f} tokens/s in {scores.seconds:.1f} s, {_describe(lm)}")
 
 
 def _parse_batch_size(value: str) -> int | None:
@@ -260,6 +243,14 @@ def _runtime(lm: "LanguageModel") -> dict[str, str]:
         "device": str(lm.device),
         "backend": lm.backend,
     }
+
+
+def _describe(lm: "LanguageModel") -> str:
+    return "{dtype} on {device} ({backend})".format(**_runtime(lm))
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @contextlib.contextmanager
