@@ -10,7 +10,7 @@ from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.model import Model
 from mamba_cli.state import State, init_state
-from mamba_cli.step_graph import StepGraph
+from mamba_cli.step_graph import PrefillGraphs, StepGraph
 from mamba_cli.tokenizer import Tokenizer
 from mamba_cli.weights import Weights
 from mamba_kernels.backend import backend_for, use_backend
@@ -36,14 +36,17 @@ class LanguageModel:
         name: str = "",
         backend: str = "auto",
         load_tokenizer: Callable[[], Tokenizer] | None = None,
+        ssm_dtype: torch.dtype | None = None,
     ):
         self.config = config
         self.name = name
         self.device = weights.device
         self.dtype = weights.dtype
+        self.ssm_dtype = ssm_dtype  # of the SSM states; None for fp32, or float64 where the model is
         self._load_tokenizer = load_tokenizer
         self.backend = _resolve_backend(backend, self.device)
         self.model = Model(config, weights)
+        self._prefill = PrefillGraphs(self.model) if self.device.type == "cuda" else self.model.prefill
         self.decoder: Any = None  # what mamba_cli.decoding keeps from one text to the next
 
     @cached_property
@@ -68,7 +71,7 @@ class LanguageModel:
         input_ids = self._ids(input_ids)
         state = self._own_state(input_ids, state)
         for block in self._blocks(input_ids):
-            hidden = self._run(self.model.prefill, block, state)[:, -1]
+            hidden = self._run(self._prefill, block, state)[:, -1]
         return self.logits(hidden), state
 
     @torch.inference_mode()
@@ -100,7 +103,7 @@ class LanguageModel:
         """Return what the head reads at every position (batch, seqlen, d_model), and the new state."""
         input_ids = self._ids(input_ids)
         state = self._own_state(input_ids, state)
-        hidden = [self._run(self.model.prefill, block, state) for block in self._blocks(input_ids)]
+        hidden = [self._run(self._prefill, block, state) for block in self._blocks(input_ids)]
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1), state
 
     @torch.inference_mode()
@@ -110,7 +113,7 @@ class LanguageModel:
 
     def init_state(self, batch: int) -> State:
         """Return the state before any token."""
-        return init_state(self.config, batch, self.dtype, self.device)
+        return init_state(self.config, batch, self.dtype, self.device, self.ssm_dtype)
 
     def _run(self, function, *arguments) -> torch.Tensor:
         with use_backend(self.backend):

@@ -27,11 +27,6 @@ class SSMState:
     def map(self, change) -> "SSMState":
         return SSMState(change(self.conv), change(self.ssm))
 
-    def copy_(self, other: "SSMState") -> None:
-        """Take over the memory of `other` in place."""
-        self.conv.copy_(other.conv)
-        self.ssm.copy_(other.ssm)
-
 
 @dataclass
 class AttentionState:
@@ -117,23 +112,41 @@ class State:
 
     def copy_(self, other: "State") -> None:
         """Take over the memory of `other`, of the same batch, in place."""
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.copy_(theirs)
+        pairs = list(zip(self.layers, other.layers, strict=True))
+        for mine, theirs in pairs:
+            if isinstance(mine, AttentionState):
+                mine.copy_(theirs)
+        # All SSM states in one call: a launch for each would take longer than the copying.
+        of_ssm = [pair for pair in pairs if isinstance(pair[0], SSMState)]
+        torch._foreach_copy_(
+            [tensor for mine, _ in of_ssm for tensor in mine.tensors()],
+            [tensor for _, theirs in of_ssm for tensor in theirs.tensors()],
+        )
         self.seqlen = other.seqlen
 
     def _map(self, change) -> "State":
         return State([layer.map(_keeping_layout(change)) for layer in self.layers], self.seqlen)
 
 
-def init_state(config: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device) -> State:
-    """Return the state before any token: zeros. SSM states are fp32, or float64 for such a model."""
+def init_state(
+    config: ModelConfig,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    ssm_dtype: torch.dtype | None = None,
+) -> State:
+    """Return the state before any token: zeros.
+
+    dtype: the model's; ssm_dtype: of the SSM states, by default fp32, or float64 for such a model.
+    """
+    ssm_dtype = ssm_dtype or wide_dtype(dtype)
     layers: list[SSMState | AttentionState] = []
     for index in range(config.n_layer):
         if index in config.attn_layer_idx:
             layers.append(_attention_state(config, batch, dtype, device))
         else:
             heads = (config.d_inner,) if config.layer == "Mamba1" else (config.nheads, config.headdim)
-            ssm = torch.zeros(batch, *heads, config.d_state, dtype=wide_dtype(dtype), device=device)
+            ssm = torch.zeros(batch, *heads, config.d_state, dtype=ssm_dtype, device=device)
             layers.append(SSMState(conv_window(batch, config.conv_dim, config.d_conv, dtype, device), ssm))
     return State(layers)
 

@@ -1,5 +1,6 @@
-"""One decode step on one state, captured in a CUDA graph: a token costs one replay."""
+"""Work of a model captured in CUDA graphs: a decode step, or a block of a prompt, costs one replay."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -69,6 +70,58 @@ class StepGraph:
 
         self.graph = capture(run, self.token_ids.device)
         self.state.copy_(saved)
+
+
+class PrefillGraphs:
+    """Reads blocks of a prompt; the second block of one shape captures a graph, which all later ones replay.
+
+    Launching the kernels of a layer takes the host longer than running them on a few hundred tokens
+    takes the device. A shape that comes once is not worth the capture.
+    """
+
+    # Graphs kept, the least recently used goes first: each holds the activations of its block.
+    KEPT = 4
+
+    def __init__(self, model: Model):
+        self.model = model
+        self._graphs: OrderedDict[tuple[int, int], _PrefillGraph | None] = OrderedDict()
+
+    def __call__(self, input_ids: torch.Tensor, state: State) -> torch.Tensor:
+        """As Model.prefill: hidden (batch, seqlen, d_model) of input_ids (batch, seqlen), state in place."""
+        if self.model.config.attn_layer_idx:  # its shapes grow with the text
+            return self.model.prefill(input_ids, state)
+        shape = tuple(input_ids.shape)
+        if shape not in self._graphs:
+            self._graphs[shape] = None
+            if len(self._graphs) > self.KEPT:
+                self._graphs.popitem(last=False)
+            return self.model.prefill(input_ids, state)
+        self._graphs.move_to_end(shape)
+        graph = self._graphs[shape]
+        if graph is None:
+            graph = self._graphs[shape] = _PrefillGraph(self.model, input_ids, state)
+        return graph(input_ids, state)
+
+
+class _PrefillGraph:
+    """One shape of block, on a state of its own."""
+
+    def __init__(self, model: Model, input_ids: torch.Tensor, state: State):
+        self.input_ids = input_ids.clone()
+        self.state = state.clone()
+
+        def run() -> None:
+            self.hidden = model.prefill(self.input_ids, self.state)
+
+        self.graph = capture(run, input_ids.device)
+
+    def __call__(self, input_ids: torch.Tensor, state: State) -> torch.Tensor:
+        self.input_ids.copy_(input_ids)
+        self.state.copy_(state)
+        self.graph.replay()
+        self.state.seqlen += input_ids.shape[1]
+        state.copy_(self.state)
+        return self.hidden.clone()
 
 
 def make_static(state: State) -> None:

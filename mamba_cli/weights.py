@@ -45,13 +45,15 @@ class Weights:
         return Weights(self._load, self._names, self.device, self.dtype, self._prefix + prefix)
 
 
-def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return fp32 tensors for `config`, distributed as mamba_ssm initialises them (CPU).
+def random_tensors(
+    config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Return fp32 tensors for `config`, distributed as mamba_ssm initialises them.
 
     Memory behaves as in a trained model: A is uniform in [1, 16] and dt log-uniform in
     [0.001, 0.1] (Mamba-1: A is 1 to d_state).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         tensors[name] = _random_tensor(name.rsplit("layers.")[-1], shape, config, generator)
@@ -68,11 +70,15 @@ def _random_tensor(
     name: str, shape: tuple[int, ...], config: ModelConfig, generator: torch.Generator
 ) -> torch.Tensor:
     def uniform(low: float, high: float) -> torch.Tensor:
-        return torch.rand(shape, generator=generator) * (high - low) + low
+        return torch.rand(shape, generator=generator, device=generator.device) * (high - low) + low
+
+    def normal(deviation: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device) * deviation
 
     if name.endswith("A_log"):
         if config.layer == "Mamba1":
-            return torch.arange(1, config.d_state + 1).float().log().expand(shape).contiguous()
+            states = torch.arange(1, config.d_state + 1, device=generator.device)
+            return states.float().log().expand(shape).contiguous()
         return uniform(1, 16).log()
     if name.endswith(("dt_bias", "dt_proj.bias")):
         dt = uniform(math.log(1e-3), math.log(0.1)).exp()
@@ -84,7 +90,7 @@ def _random_tensor(
     if "conv1d" in name:
         return uniform(-0.5, 0.5)
     if name.endswith(("out_proj.weight", "fc2.weight")):
-        return torch.randn(shape, generator=generator) * (shape[1] * config.n_layer) ** -0.5
+        return normal((shape[1] * config.n_layer) ** -0.5)
     if "embedding" in name or "lm_head" in name:
-        return torch.randn(shape, generator=generator) * 0.02
-    return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        return normal(0.02)
+    return normal(shape[-1] ** -0.5)
