@@ -155,7 +155,7 @@ def test_the_kernels_keep_half_precision(seqlen, dtype, channel_last):
 @pytest.mark.parametrize("runs, steps, block_d", [(1, 16, 16), (2, 4, 32), (8, 8, 16)])
 def test_block_sizes_change_nothing(device, runs, steps, block_d):
     config = {"RUNS": runs, "STEPS": steps, "BLOCK_D": block_d, "num_warps": 4}
-    args = prepared(make_inputs(dim=20, seqlen=35, packed=True, initial=True), torch.float32, device)
+    args = prepared(make_inputs(dim=20, seqlen=35, batch=1, packed=True, initial=True), torch.float32, device)
     x, weight, bias, seq_idx, initial_states = (args[name].detach() for name in args)
     inputs = (x, weight, bias, seq_idx, initial_states)
     final, default_final = torch.empty_like(initial_states), torch.empty_like(initial_states)

@@ -142,7 +142,7 @@ def _backward_kernel(
 
         ds = convolve(a3, a2, a1, a0, r3, r2, r1, r0, w0, w1, w2, w3, 0.0, WIDTH, False)
         if HAS_FINAL:
-            column = s - seqlen + WIDTH - 1
+            column = (s - seqlen + WIDTH - 1).to(tl.int64)
             returned = owned & (column >= 0)
             if HAS_SEQ_IDX:
                 returned = returned & (r0 == last) & (r0 >= 0)
@@ -150,7 +150,8 @@ def _backward_kernel(
             ds += tl.load(dfinal, mask=returned, other=0.0).to(tl.float32)
         tl.store(dx, ds, mask=owned & (s >= 0))
         if HAS_INITIAL:
-            dinitial = dinitial_ptr + b * stride_dib + channel * stride_did + (s + WIDTH - 1) * stride_dit
+            column = (s + WIDTH - 1).to(tl.int64)
+            dinitial = dinitial_ptr + b * stride_dib + channel * stride_did + column * stride_dit
             tl.store(dinitial, ds, mask=owned & (s < 0))
         dx += stride_dxt
         x3, x2, x1 = x2, x1, x0

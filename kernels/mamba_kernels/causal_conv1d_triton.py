@@ -1,8 +1,8 @@
 """Triton kernels of the causal depthwise convolution over whole sequences, forward.
 
 Two memory layouts, two kernels. Channel-last (what the model uses: x is a slice of in_proj's output)
-walks down the sequence with the last WIDTH - 1 tokens in registers, so that each element of x is read
-once; channel-first reads the WIDTH shifted tiles and leaves the overlap to the L1 cache.
+walks down the sequence with the last WIDTH - 1 tokens in registers; channel-first gives a thread runs of 8
+tokens. Either way each element of x is read from memory once, in whole vectors.
 
 Row t < 0 means column WIDTH - 1 + t of the initial states (zero where there are none). It belongs to the
 same packed sequence as token 0. Strides are in elements, int64 wherever a product can pass 2^31.
@@ -103,7 +103,7 @@ def _store_final_states(
         owner = load_sequence(seq_idx, t, seqlen, True)
         wanted = mask & (owner == last) & (owner >= 0)
     rows = load_row(x, stride_xt, initial, stride_it, t, wanted, WIDTH, HAS_INITIAL)
-    tl.store(final + column * stride_ft, rows, mask=mask)
+    tl.store(final + column.to(tl.int64) * stride_ft, rows, mask=mask)
 
 
 @triton.jit(do_not_specialize=["seqlen", "t_blocks", "d_blocks"])
@@ -139,10 +139,13 @@ def _channel_last_kernel(
     some = inside & (start < seqlen)
     x_next = x + start.to(tl.int64) * stride_xt
     n0 = tl.load(x_next, mask=some, other=0.0)
-    n1 = tl.load(x_next + stride_xt, mask=inside & (start + 1 < end), other=0.0)
-    n2 = tl.load(x_next + 2 * stride_xt, mask=inside & (start + 2 < end), other=0.0)
-    n3 = tl.load(x_next + 3 * stride_xt, mask=inside & (start + 3 < end), other=0.0)
-    x_next += 4 * stride_xt
+    x_next += stride_xt
+    n1 = tl.load(x_next, mask=inside & (start + 1 < end), other=0.0)
+    x_next += stride_xt
+    n2 = tl.load(x_next, mask=inside & (start + 2 < end), other=0.0)
+    x_next += stride_xt
+    n3 = tl.load(x_next, mask=inside & (start + 3 < end), other=0.0)
+    x_next += stride_xt
 
     p1 = load_row(x, stride_xt, initial, stride_it, start - 1, some, WIDTH, HAS_INITIAL)
     p2 = p1
@@ -184,6 +187,26 @@ def _channel_last_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def _eighths(x):
+    """The 8 tensors x[..., j] of x (rows, columns, 8), which a thread holds side by side: no data moves."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2, 2)))
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x2, x6 = tl.split(x26)
+    x1, x5 = tl.split(x15)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def _join_eighths(x0, x1, x2, x3, x4, x5, x6, x7):
+    even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
+    odd = tl.join(tl.join(x1, x5), tl.join(x3, x7))
+    return tl.reshape(tl.join(even, odd), (x0.shape[0], x0.shape[1], 8))
+
+
 @triton.jit(do_not_specialize=["t_blocks", "d_blocks"])
 def _channel_first_kernel(
     x_ptr, weight_ptr, bias_ptr, seq_idx_ptr, initial_ptr, out_ptr, final_ptr,
@@ -194,32 +217,32 @@ def _channel_first_kernel(
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch, d_block, t_block), t_block fastest: a tile (BLOCK_D, BLOCK_T)."""
+    """Program (batch, d_block, t_block), t_block fastest: a tile (BLOCK_D, BLOCK_T / 8, 8).
+
+    A thread holds runs of 8 tokens, and loads the 8 before them too: both loads are whole vectors, where
+    loads shifted by one token could not be.
+    """
     pid = tl.program_id(0)
     t_block = pid % t_blocks
     d_block = (pid // t_blocks) % d_blocks
     b = (pid // t_blocks // d_blocks).to(tl.int64)
 
     d = d_block * BLOCK_D + tl.arange(0, BLOCK_D)
-    t = t_block * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
-    channel = d[:, None].to(tl.int64)
+    run = t_block * BLOCK_T + tl.arange(0, BLOCK_T // 8)[:, None] * 8
+    t = (run + tl.arange(0, 8)[None, :])[None, :, :]
+    channel = d[:, None, None].to(tl.int64)
     x = x_ptr + b * stride_xb + channel * stride_xd
     initial = initial_ptr + b * stride_ib + channel * stride_id
     seq_idx = seq_idx_ptr + b * seqlen
-    mask = (d < dim)[:, None] & (t < seqlen)
+    inside = (d < dim)[:, None, None]
 
-    x0 = load_row(x, stride_xt, initial, stride_it, t, mask, WIDTH, False)
-    x1 = load_row(x, stride_xt, initial, stride_it, t - 1, mask, WIDTH, HAS_INITIAL)
-    x2 = x1
-    x3 = x1
-    if WIDTH >= 3:
-        x2 = load_row(x, stride_xt, initial, stride_it, t - 2, mask, WIDTH, HAS_INITIAL)
-    if WIDTH >= 4:
-        x3 = load_row(x, stride_xt, initial, stride_it, t - 3, mask, WIDTH, HAS_INITIAL)
-    s0 = load_sequence(seq_idx, t, seqlen, HAS_SEQ_IDX)
-    s1 = load_sequence(seq_idx, t - 1, seqlen, HAS_SEQ_IDX)
-    s2 = load_sequence(seq_idx, t - 2, seqlen, HAS_SEQ_IDX)
-    s3 = load_sequence(seq_idx, t - 3, seqlen, HAS_SEQ_IDX)
+    now = load_row(x, stride_xt, initial, stride_it, t, inside & (t < seqlen), WIDTH, False)
+    before = load_row(x, stride_xt, initial, stride_it, t - 8, inside & (t - 8 < seqlen), WIDTH, HAS_INITIAL)
+    owner = load_sequence(seq_idx, t, seqlen, HAS_SEQ_IDX)
+    x0, x1, x2, x3, x4, x5, x6, x7 = _eighths(now)
+    s0, s1, s2, s3, s4, s5, s6, s7 = _eighths(owner)
+    _, _, _, _, _, p3, p2, p1 = _eighths(before)
+    _, _, _, _, _, q3, q2, q1 = _eighths(load_sequence(seq_idx, t - 8, seqlen, HAS_SEQ_IDX))
 
     w0, w1, w2, w3 = load_taps(weight_ptr, d, dim, WIDTH)
     w0, w1, w2, w3 = w0[:, None], w1[:, None], w2[:, None], w3[:, None]
@@ -227,9 +250,17 @@ def _channel_first_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + d, mask=d < dim, other=0.0).to(tl.float32)[:, None]
 
-    y = convolve(x3, x2, x1, x0, s3, s2, s1, s0, w0, w1, w2, w3, bias, WIDTH, HAS_SEQ_IDX)
+    y0 = convolve(p3, p2, p1, x0, q3, q2, q1, s0, w0, w1, w2, w3, bias, WIDTH, HAS_SEQ_IDX)
+    y1 = convolve(p2, p1, x0, x1, q2, q1, s0, s1, w0, w1, w2, w3, bias, WIDTH, HAS_SEQ_IDX)
+    y2 = convolve(p1, x0, x1, x2, q1, s0, s1, s2, w0, w1, w2, w3, bias, WIDTH, HAS_SEQ_IDX)
+    y3 = convolve(x0, x1, x2, x3, s0, s1, s2, s3, w0, w1, w2, w3, bias, WIDTH, HAS_SEQ_IDX)
+    y4 = convolve(x1, x2, x3, x4, s1, s2, s3, s4, w0, w1, w2, w3, bias, WIDTH, HAS_SEQ_IDX)
+    y5 = convolve(x2, x3, x4, x5, s2, s3, s4, s5, w0, w1, w2, w3, bias, WIDTH, HAS_SEQ_IDX)
+    y6 = convolve(x3, x4, x5, x6, s3, s4, s5, s6, w0, w1, w2, w3, bias, WIDTH, HAS_SEQ_IDX)
+    y7 = convolve(x4, x5, x6, x7, s4, s5, s6, s7, w0, w1, w2, w3, bias, WIDTH, HAS_SEQ_IDX)
+    y = _activate(_join_eighths(y0, y1, y2, y3, y4, y5, y6, y7), owner, SILU, HAS_SEQ_IDX, INTERPRET)
     out = out_ptr + b * stride_ob + channel * stride_od + t.to(tl.int64) * stride_ot
-    tl.store(out, _activate(y, s0, SILU, HAS_SEQ_IDX, INTERPRET), mask=mask)
+    tl.store(out, y, mask=inside & (t < seqlen))
 
     if HAS_FINAL:
         if t_block == t_blocks - 1:
@@ -246,12 +277,12 @@ def config_for(channel_last: bool, batch: int, dim: int, seqlen: int, dtype: tor
     """Block sizes and num_warps of the forward kernel for a shape.
 
     Channel-last: 16 bytes of channels a thread, one run of tokens a warp, and runs as long as still give
-    the device several programs a processor.
+    every processor several programs. Channel-first: 16 tokens a thread, of one channel as far as they go.
     """
-    vector = 16 // dtype.itemsize
     if not channel_last:
-        return {"BLOCK_T": 256, "BLOCK_D": 8, "num_warps": 4}
-    block_d = min(32 * vector, max(16, triton.next_power_of_2(dim)))
+        block_t = min(256, max(16, triton.next_power_of_2(seqlen)))
+        return {"BLOCK_T": block_t, "BLOCK_D": 2048 // block_t, "num_warps": 4}
+    block_d = min(512 // dtype.itemsize, max(16, triton.next_power_of_2(dim)))
     runs, steps = 4, 32
     while steps > 4 and batch * triton.cdiv(seqlen, runs * steps) * triton.cdiv(dim, block_d) < 1024:
         steps //= 2
