@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from kernel_testing import assert_close_as_reference
 from mamba_kernels.backend import use_backend
 from mamba_kernels.chunk_scan import (
@@ -337,7 +338,7 @@ def test_segments_of_a_long_row_chain_to_the_same_result(device, nan_filled_empt
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("memory", [48 << 10, 99 << 10, 227 << 10])
+@pytest.mark.parametrize("memory", [64 << 10, 99 << 10, 227 << 10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_fit_the_shared_memory_of_any_card(dtype, memory):
     from mamba_kernels.chunk_scan_fwd_triton import Limits, config_for

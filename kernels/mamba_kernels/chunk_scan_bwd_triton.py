@@ -21,12 +21,14 @@ from mamba_kernels.chunk_scan_states_triton import (
     load_run,
     load_tile,
     locate,
+    offset_dtype,
     pack,
     pad_to_dot,
     row_of_block,
     softplus,
     strides,
     tl_dtype,
+    too_large,
 )
 
 
@@ -47,7 +49,8 @@ def _gradients_kernel(
     stride_part, stride_dB_b, stride_dB_l, stride_dB_g, stride_dB_n,
     stride_runs_b,
     HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr,
-    DOT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    DOT: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one block, G being that of the state after it, H the state before it, dy that of y.
 
@@ -58,7 +61,8 @@ def _gradients_kernel(
         dC[i] = sum over heads of sum over j of w dt[j] (dy[i] . x[j]) B[j] + exp(a[i]) dy[i]^T H
 
     dsteps is the gradient of dt where it is a factor; ddecays is that of a, in which each exp(a[i] - a[j])
-    counts for i and against j. Square tiles are (j, i), so that sums over i are along a row.
+    counts for i and against j. Terms of i = j have no decay; they are kept apart, as in a sum they would
+    cancel, and drown what is left. Square tiles are (j, i), so that sums over i are along a row.
     """
     # Program (block; tile of headdim, part of a group's heads, group, from the fastest).
     block = tl.program_id(0).to(tl.int64)
@@ -72,12 +76,12 @@ def _gradients_kernel(
         return
     batch, start, length, first, _ = locate(row, seqlen, row_blocks, cu_seqlens, block_offsets, VARLEN)
     begin = (block - first) * BLOCK
-    left = length - begin
+    left = tl.minimum(length - begin, BLOCK).to(tl.int32)
     start += begin
 
-    i = tl.arange(0, BLOCK).to(tl.int64)
-    n = tl.arange(0, BLOCK_N).to(tl.int64)
-    p = ptile * BLOCK_P + tl.arange(0, BLOCK_P).to(tl.int64)
+    i = tl.arange(0, BLOCK).to(OFFSET)
+    n = tl.arange(0, BLOCK_N).to(OFFSET)
+    p = ptile.to(OFFSET) * BLOCK_P + tl.arange(0, BLOCK_P).to(OFFSET)
     B += batch * stride_B_b + start * stride_B_l + group * stride_B_g
     C += batch * stride_C_b + start * stride_C_l + group * stride_C_g
     x += batch * stride_x_b + start * stride_x_l
@@ -88,17 +92,19 @@ def _gradients_kernel(
 
     b = load_tile(B, i, stride_B_l, left, n, stride_B_n, d_state).to(DOT)
     c = load_tile(C, i, stride_C_l, left, n, stride_C_n, d_state).to(DOT)
-    seen = i[:, None] <= i[None, :]
+    seen = i[:, None] < i[None, :]
     if HAS_RUNS:
         runs += batch * stride_runs_b + begin
         run = load_run(runs, i, left)
         before = tl.load(runs - tl.minimum(begin, 1))
-        last = tl.load(runs + tl.minimum(BLOCK, left) - 1)
+        last = tl.load(runs + left - 1)
         seen = seen & (run[:, None] == run[None, :])
     scores = tl.where(seen, tl.dot(b, tl.trans(c), input_precision="ieee"), 0.0)
+    diagonal = tl.sum(b.to(tl.float32) * c.to(tl.float32), axis=1)
     db = tl.zeros((BLOCK, BLOCK_N), dtype=tl.float32)
     dc = tl.zeros((BLOCK, BLOCK_N), dtype=tl.float32)
     dscores = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    ddiagonal = tl.zeros((BLOCK,), dtype=tl.float32)
 
     head0 = group * group_heads + part * program_heads
     heads = tl.minimum(program_heads, group_heads - part * program_heads)
@@ -133,27 +139,34 @@ def _gradients_kernel(
         dx_outer = tl.dot(b, g, input_precision="ieee") * onward[:, None]
         y_outer = tl.dot(c, h, input_precision="ieee") * into[:, None]
 
+        same = tl.sum(dy32 * x32, axis=1)
+        ddiagonal += same * dt
+        dstep_inner = tl.sum(inner, axis=1)
         dstep_outer = tl.sum(dx_outer * x32, axis=1)
-        dstep = tl.sum(inner, axis=1) + dstep_outer
-        through = tl.sum(h.to(tl.float32) * g.to(tl.float32)) * carry + tl.sum(dstep_outer * dt)
-        ddecay = tl.sum(inner * dt[:, None], axis=0) + tl.sum(y_outer * dy32, axis=1) - dstep * dt
-        ddecay += tl.where(i == BLOCK - 1, through, 0.0)
+        dstep = dstep_inner + dstep_outer + diagonal * same
+        # What leaves with the last token passes through no further decay of the block.
+        passing = tl.where(i < left - 1, dstep_outer * dt, 0.0)
+        through = tl.sum(h.to(tl.float32) * g.to(tl.float32)) * carry + tl.sum(passing)
+        ddecay = tl.sum(inner * dt[:, None], axis=0) + tl.sum(y_outer * dy32, axis=1)
+        ddecay += tl.where(i == left - 1, through, 0.0) - dstep_inner * dt - passing
         out = ((ptile * blocks + block) * nheads + head) * BLOCK + i
         tl.store(dsteps + out, dstep)
         tl.store(ddecays + out, ddecay)
 
-        dxk = tl.dot(weights.to(DOT), dy, acc=dx_outer, input_precision="ieee") * dt[:, None]
-        mask = (i[:, None] < left) & (p[None, :] < headdim)
+        # Not by `acc`: as a chain of products the compiler would lay the tile out along its rows only.
+        dxk = tl.dot(weights.to(DOT), dy, input_precision="ieee") * dt[:, None] + dx_outer * dt[:, None]
+        direct = (diagonal * dt)[:, None]
         if HAS_D:
             d = tl.load(D + head * stride_D_h + p * stride_D_p, mask=p < headdim, other=0.0)
-            dxk += dy32 * d.to(tl.float32)[None, :]
+            direct += d.to(tl.float32)[None, :]
             tl.store(dD + number * headdim + p, tl.sum(dy32 * x32, axis=0), mask=p < headdim)
+        dxk += dy32 * direct
+        mask = (i[:, None] < left) & (p[None, :] < headdim)
         ptrs = dx + head * stride_dx_h + i[:, None] * stride_dx_l + p[None, :] * stride_dx_p
         tl.store(ptrs, dxk.to(dx.dtype.element_ty), mask=mask)
         if HAS_Z:
             y = tl.dot(tl.trans((weights * dt[:, None]).to(DOT)), xk, acc=y_outer, input_precision="ieee")
-            if HAS_D:
-                y += x32 * d.to(tl.float32)[None, :]
+            y += x32 * direct
             dzk = dout32 * y * sigmoid * (1.0 + zk * (1.0 - sigmoid))
             ptrs = dz + head * stride_dz_h + i[:, None] * stride_dz_l + p[None, :] * stride_dz_p
             tl.store(ptrs, dzk.to(dz.dtype.element_ty), mask=mask)
@@ -165,6 +178,8 @@ def _gradients_kernel(
     dscores = tl.where(seen, dscores, 0.0).to(DOT)
     db = tl.dot(dscores, c, acc=db, input_precision="ieee")
     dc = tl.dot(tl.trans(dscores), b, acc=dc, input_precision="ieee")
+    db += ddiagonal[:, None] * c.to(tl.float32)
+    dc += ddiagonal[:, None] * b.to(tl.float32)
     place = (part * ptiles + ptile).to(tl.int64) * stride_part
     place += batch * stride_dB_b + start * stride_dB_l + group * stride_dB_g
     tile = place + i[:, None] * stride_dB_l + n[None, :] * stride_dB_n
@@ -213,8 +228,7 @@ def _decay_gradient_kernel(
     for ptile in range(0, ptiles):
         at = ((ptile * blocks + block) * nheads + head[:, None]) * BLOCK + offset
         dstep += tl.load(dsteps + at, mask=valid, other=0.0)
-        # Past the row's end a stays what it was, and the last one's gradient is stored there.
-        ddecay += tl.load(ddecays + at, mask=head[:, None] < nheads, other=0.0)
+        ddecay += tl.load(ddecays + at, mask=valid, other=0.0)
     drate = tl.cumsum(ddecay, axis=1, reverse=True)
     rate = tl.load(A + head, mask=head < nheads, other=0.0).to(tl.float32)[:, None]
     tl.store(dA + sums, tl.sum(tl.where(valid, drate * step, 0.0), axis=1), mask=head < nheads)
@@ -259,6 +273,8 @@ def config_for(
         total = (2 * block * block_n + ahead + 2 * block * block_p + block * block) * size
         if max(total, states[1] * block * (block_n + block_p) * size) + 4096 <= limits.shared_memory:
             break
+    else:
+        raise too_large(d_state, dtype, limits)
     row_blocks = triton.cdiv(seqlen, block)
     programs = rows * nheads * triton.cdiv(headdim, block_p)
     segments = choose_segments(row_blocks, programs, limits.processors)
@@ -338,7 +354,8 @@ def launch_backward(
             *strides(z, 4), *dout.stride(), *dx.stride(), *strides(dz, 4), *dB.stride(),
             runs.stride(0) if runs is not None else 0,
             HAS_D=D is not None, HAS_Z=z is not None, HAS_RUNS=runs is not None, VARLEN=varlen,
-            DOT=tl_dtype(dtype), BLOCK=packing.block, BLOCK_N=pad_to_dot(d_state),
+            DOT=tl_dtype(dtype), OFFSET=offset_dtype(packing.block, x, B, C, z, dout, dx),
+            BLOCK=packing.block, BLOCK_N=pad_to_dot(d_state),
             BLOCK_P=tile["BLOCK_P"], num_warps=tile["num_warps"], num_stages=tile["num_stages"],
         )  # fmt: skip
         heads = min(16, triton.next_power_of_2(nheads))

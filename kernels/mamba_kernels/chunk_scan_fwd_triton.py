@@ -18,11 +18,13 @@ from mamba_kernels.chunk_scan_states_triton import (
     load_run,
     load_tile,
     locate,
+    offset_dtype,
     pack,
     pad_to_dot,
     row_of_block,
     strides,
     tl_dtype,
+    too_large,
 )
 
 
@@ -39,7 +41,8 @@ def _output_kernel(
     stride_y_b, stride_y_l, stride_y_h, stride_y_p,
     stride_runs_b,
     HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr,
-    DOT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    DOT: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """y[i] = exp(a[i]) C[i] H + sum over j <= i of exp(a[i] - a[j]) dt[j] (C[i] . B[j]) x[j] + D x[i]."""
     # Program (block; tile of headdim, part of a group's heads, group, from the fastest).
@@ -54,12 +57,12 @@ def _output_kernel(
         return
     batch, start, length, first, _ = locate(row, seqlen, row_blocks, cu_seqlens, block_offsets, VARLEN)
     begin = (block - first) * BLOCK
-    left = length - begin
+    left = tl.minimum(length - begin, BLOCK).to(tl.int32)
     start += begin
 
-    i = tl.arange(0, BLOCK).to(tl.int64)
-    n = tl.arange(0, BLOCK_N).to(tl.int64)
-    p = ptile * BLOCK_P + tl.arange(0, BLOCK_P).to(tl.int64)
+    i = tl.arange(0, BLOCK).to(OFFSET)
+    n = tl.arange(0, BLOCK_N).to(OFFSET)
+    p = ptile.to(OFFSET) * BLOCK_P + tl.arange(0, BLOCK_P).to(OFFSET)
     B += batch * stride_B_b + start * stride_B_l + group * stride_B_g
     C += batch * stride_C_b + start * stride_C_l + group * stride_C_g
     x += batch * stride_x_b + start * stride_x_l
@@ -137,6 +140,8 @@ def config_for(
         output_bytes = (block * block_n + max(output[1], 2) * (block_n + block) * block_p) * size
         if max(states_bytes, output_bytes) + 4096 <= limits.shared_memory:
             break
+    else:
+        raise too_large(d_state, dtype, limits)
     row_blocks = triton.cdiv(seqlen, block)
     programs = rows * nheads * triton.cdiv(headdim, block_p)
     segments = choose_segments(row_blocks, programs, limits.processors)
@@ -198,7 +203,8 @@ def launch_forward(
         *((*D.stride(), 0)[:2] if D is not None else (0, 0)),
         *strides(z, 4), *y.stride(), runs.stride(0) if runs is not None else 0,
         HAS_D=D is not None, HAS_Z=z is not None, HAS_RUNS=runs is not None,
-        VARLEN=cu_seqlens is not None, DOT=tl_dtype(dtype), BLOCK=packing.block,
+        VARLEN=cu_seqlens is not None, DOT=tl_dtype(dtype),
+        OFFSET=offset_dtype(packing.block, x, B, C, z, y), BLOCK=packing.block,
         BLOCK_N=pad_to_dot(d_state), BLOCK_P=output["BLOCK_P"],
         num_warps=output["num_warps"], num_stages=output["num_stages"],
     )  # fmt: skip

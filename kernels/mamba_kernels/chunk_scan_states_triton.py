@@ -156,7 +156,7 @@ def _states_kernel(
     stride_z_b, stride_z_l, stride_z_h, stride_z_p,
     stride_runs_b,
     REVERSE: tl.constexpr, WALK: tl.constexpr, HAS_START: tl.constexpr, HAS_Z: tl.constexpr,
-    HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
+    HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Carry the state (BLOCK_N, BLOCK_P) over the blocks of one segment.
@@ -179,9 +179,9 @@ def _states_kernel(
     begin = tl.minimum(segment * segment_blocks, blocks)
     count = tl.minimum(segment_blocks, blocks - begin)
 
-    i = tl.arange(0, BLOCK).to(tl.int64)
-    n = tl.arange(0, BLOCK_N).to(tl.int64)
-    p = ptile * BLOCK_P + tl.arange(0, BLOCK_P).to(tl.int64)
+    i = tl.arange(0, BLOCK).to(OFFSET)
+    n = tl.arange(0, BLOCK_N).to(OFFSET)
+    p = ptile.to(OFFSET) * BLOCK_P + tl.arange(0, BLOCK_P).to(OFFSET)
     x += batch * stride_x_b + start * stride_x_l + head * stride_x_h
     B += batch * stride_B_b + start * stride_B_l + (head // group_heads) * stride_B_g
     z += batch * stride_z_b + start * stride_z_l + head * stride_z_h
@@ -204,7 +204,7 @@ def _states_kernel(
         number = (first + k) * nheads + head
         if WALK:
             tl.store(entering + number * headdim * d_state + tile, state.to(DOT), mask=mask)
-        left = length - k * BLOCK
+        left = tl.minimum(length - k * BLOCK, BLOCK).to(tl.int32)
         a = tl.load(decays + number * BLOCK + i)
         a_last = tl.load(decays + number * BLOCK + BLOCK - 1)
         carry = tl.exp2(a_last)
@@ -215,7 +215,7 @@ def _states_kernel(
         if HAS_RUNS:
             run = load_run(runs + k * BLOCK, i, left)
             before = tl.load(runs + tl.maximum(k * BLOCK - 1, 0))
-            last = tl.load(runs + tl.minimum((k + 1) * BLOCK, length) - 1)
+            last = tl.load(runs + k * BLOCK + left - 1)
             carry = tl.where(before == last, carry, 0.0)
             if REVERSE:
                 weight = tl.where(run == before, weight, 0.0)
@@ -281,6 +281,13 @@ def device_limits(device: torch.device) -> Limits:
     return Limits(properties["max_shared_mem"], properties["multiprocessor_count"])
 
 
+def too_large(d_state: int, dtype: torch.dtype, limits: Limits) -> ValueError:
+    return ValueError(
+        f"d_state: expected blocks that fit in {limits.shared_memory} bytes of shared memory,"
+        f" got {d_state} in {dtype}"
+    )
+
+
 def dot_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """The dtype of the matrix products' operands: the widest of the tensors'.
 
@@ -294,6 +301,16 @@ def dot_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 def tl_dtype(dtype: torch.dtype) -> tl.dtype:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def offset_dtype(block: int, *tensors: torch.Tensor | None) -> tl.dtype:
+    """The dtype of offsets inside a tile of `block` tokens: 32 bits, which halve what a tile's addresses
+    cost in registers, unless a stride is so long that they could overflow.
+
+    tensors: (batch, seqlen, heads or groups, size). Where a tile begins is always counted in 64 bits.
+    """
+    reach = max(block * t.stride(1) + t.shape[3] * t.stride(3) for t in tensors if t is not None)
+    return tl.int32 if reach < 2**31 else tl.int64
 
 
 def strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:
@@ -377,7 +394,7 @@ def launch_states(
             *x.stride(), *B.stride(), *strides(z, 4), runs.stride(0) if runs is not None else 0,
             REVERSE=reverse, WALK=factors is None, HAS_START=start is not None, HAS_Z=z is not None,
             HAS_RUNS=runs is not None, VARLEN=packing.cu_seqlens is not None, DOT=tl_dtype(dtype),
-            BLOCK=packing.block, BLOCK_N=pad_to_dot(d_state),
+            OFFSET=offset_dtype(packing.block, x, B, z), BLOCK=packing.block, BLOCK_N=pad_to_dot(d_state),
             BLOCK_P=config["BLOCK_P"],
             num_warps=config["num_warps"], num_stages=config["num_stages"],
         )  # fmt: skip
