@@ -35,8 +35,8 @@ def causal_conv1d_fn(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Convolve whole sequences; differentiable in x, weight, bias and initial_states.
 
-    x: (batch, dim, seqlen), floating point, of any strides; the channel-last layout, a transposed
-        (batch, seqlen, dim), is the fast one.
+    x: (batch, dim, seqlen), floating point, of any strides. The layout to prefer is channel-last, a
+        transposed (batch, seqlen, dim): gradients of another are computed on a copy of that layout.
     weight: (dim, width), 2 <= width <= 4. bias: (dim,).
     seq_idx: (batch, seqlen) integers: which of the sequences packed into the row a token belongs to.
         Negative means padding: it gives zero.
@@ -108,7 +108,7 @@ def causal_conv1d_ref(
             past = past.where((owner[:, reached] == seq_idx[:, absent:])[..., None], 0)
         y[:, absent:].addcmul_(past, taps[-1 - back])
     if activation is not None:
-        y = F.silu(y)
+        y = F.silu(y, inplace=True)
     if seq_idx is not None:
         y = y.where((seq_idx >= 0)[..., None], 0)
     out = y.to(x.dtype).transpose(1, 2)

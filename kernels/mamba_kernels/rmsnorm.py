@@ -4,7 +4,7 @@
 
 `rmsnorm_fn` has the signature and semantics of mamba_ssm's layernorm_gated.rmsnorm_fn: the gate silu(z)
 multiplies the result, or, with norm_before_gate=False as in every released Mamba-2 model, what is
-normalised (Mamba-2, arXiv 2405.21060, section 7.2; RMSNorm, arXiv 1910.07467).
+normalised (Mamba-2, arXiv 2405.21060, sections 7.1 and, for groups, 8.1; RMSNorm, arXiv 1910.07467).
 """
 
 from typing import Any
@@ -64,18 +64,19 @@ def rmsnorm_ref(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> torch.Tensor:
-    """rmsnorm_fn in torch operations, in float32 or wider; it is what runs on the CPU."""
+    """rmsnorm_fn in torch operations, in float32 or wider; it is what runs on the CPU.
+
+    In place where it can be: each array more costs page faults, which are most of the time on 512 rows.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
-    u = x.to(wide)
     gate = None if z is None else F.silu(z.to(wide))
-    if gate is not None and not norm_before_gate:
-        u = u * gate
-    groups = u if group_size is None else u.unflatten(-1, (-1, group_size))
-    y = (groups * _rsqrt_mean_square(groups, eps)).view(u.shape) * weight
+    u = x.to(wide) if gate is None or norm_before_gate else gate.mul_(x)
+    groups = u.unflatten(-1, (-1, group_size or u.shape[-1]))
+    y = (groups * _rsqrt_mean_square(groups, eps)).flatten(-2).mul_(weight)
     if bias is not None:
-        y = y + bias
+        y.add_(bias)
     if gate is not None and norm_before_gate:
-        y = y * gate
+        y.mul_(gate)
     return y.to(x.dtype)
 
 
@@ -131,9 +132,9 @@ def add_norm_ref(
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) if residual is None else x.to(wide) + residual
     u = total if is_rms_norm else total - total.mean(dim=-1, keepdim=True)
-    y = u * _rsqrt_mean_square(u, eps) * weight
+    y = (u * _rsqrt_mean_square(u, eps)).mul_(weight)
     if bias is not None:
-        y = y + bias
+        y.add_(bias)
     return y.to(x.dtype), total if residual_in_fp32 else total.to(x.dtype)
 
 
