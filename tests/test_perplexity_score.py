@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_cli.errors import Mamba2Error
+from mamba_cli.load import random_model
 from mamba_cli.perplexity import score
 from mamba_cli.perplexity.evaluate import evaluate
 from mamba_cli.perplexity.plan import make_plan
 from mamba_cli.perplexity.statistics import perplexity
 from mamba_cli.weights import random_tensors
-from model_testing import VARIANTS, make
+from model_testing import BASE, VARIANTS, make
 from oracle import oracle_logits
 from perplexity_testing import (
     ROWS,
@@ -131,3 +132,13 @@ def test_every_mode_agrees_with_the_float64_recurrence(name, mode):
     for batch_size in (1, 2):
         found = evaluate(make(config), plan, batch_size).nll
         assert found.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["window", "carry", "step"])
+def test_a_gpu_gives_the_cpus_numbers(mode):
+    ids = torch.randint(BASE.vocab_size, (300,), generator=torch.Generator().manual_seed(3)).tolist()
+    plan = make_plan(documents(ids, ids[:17]), TOKENIZER, mode, 64, None if mode == "carry" else 48)
+    here = evaluate(random_model(BASE, "cpu"), plan).nll
+    there = evaluate(random_model(BASE, "cuda"), plan).nll
+    assert there.tolist() == pytest.approx(here.tolist(), rel=1e-4)

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from mamba_cli.language_model import LanguageModel
     from mamba_cli.perplexity.compare import Comparison
     from mamba_cli.perplexity.evaluate import Progress
+    from mamba_cli.perplexity.plan import Plan
     from mamba_cli.perplexity.report import Figures, Position
+    from mamba_cli.perplexity.tokens import Extent
 
 BAR_WIDTH = 40
 
@@ -110,7 +112,9 @@ def eval_ppl(
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Keep what is scored in FILE, and continue from it: the number is the same."
+            metavar="FILE",
+            help="Keep what is scored in FILE, and continue from it to the same number. In mode carry a "
+            "document that was not finished begins again.",
         ),
     ] = None,
     batch_size: Annotated[
@@ -141,14 +145,12 @@ def eval_ppl(
         raise typer.BadParameter(f"--stride: expected at most the window's {window} tokens, got {stride}")
     windows_at_once = _parse_batch_size(batch_size)
 
-    from mamba_cli import load_model
-    from mamba_cli.load import DTYPES
     from mamba_cli.perplexity.compare import compare
     from mamba_cli.perplexity.distributed import join_processes
     from mamba_cli.perplexity.evaluate import evaluate
     from mamba_cli.perplexity.plan import make_plan
     from mamba_cli.perplexity.plot import check_plot, plot_positions
-    from mamba_cli.perplexity.report import STDERR_METHODS, measure_by_position, strict, summarise
+    from mamba_cli.perplexity.report import measure_by_position, strict, summarise
     from mamba_cli.perplexity.texts import read_text
     from mamba_cli.perplexity.tokens import encode_documents, measure_extent, prefix_token
 
@@ -156,49 +158,39 @@ def eval_ppl(
         check_plot(plot)
     with join_processes() as processes:
         out = Output(quiet=quiet or not processes.reports, verbose=verbose and processes.reports)
+        if text == "-" and processes.size > 1:
+            raise typer.BadParameter("TEXT: expected a file for several processes to read, got -")
         source = read_text(text, field)
-        name = choose_model(model, out)
-        place = processes.device(device)
-        lm = load_model(name, place, dtype, revision=revision, backend=backend, tokenizer=tokenizer)
-        other = None
-        if reference in DTYPES:
-            other = load_model(name, place, reference, revision=revision, backend=backend)
-        elif reference:
-            other = load_model(reference, place, dtype, backend=backend)
-
+        place, name = processes.device(device), choose_model(model, out)
+        lm, other = _load_models(name, reference, place, dtype, revision, backend, tokenizer)
         token = prefix_token(lm.tokenizer, prefix)
-        encoded = encode_documents(
-            source.documents(documents), lm.tokenizer, token, lm.config.vocab_size, max_tokens
-        )
+        texts = source.documents(documents)
+        encoded = encode_documents(texts, lm.tokenizer, token, lm.config.vocab_size, max_tokens)
         plan = make_plan(encoded, lm.tokenizer, mode, window, stride, max_windows)
         out.detail(f"{lm.name}: {_describe(lm)}, {len(plan.windows)} windows, {plan.predictions} predictions")
         out.detail(f"first ids: {' '.join(map(str, plan.documents[0].ids[:16].tolist()))}")
         with _progress(out, plan.predictions) as progress:
             scores = evaluate(lm, plan, windows_at_once, other, resume, processes, progress)
-        if not processes.reports:
-            return
+    if not processes.reports:
+        return
 
-        extent = measure_extent(plan.documents, lm.tokenizer)
-        figures = summarise(scores, plan, extent)
-        positions = measure_by_position(scores, plan) if by_position or plot else None
-        comparison = compare(scores, plan) if other else None
-        definition = {
-            "unit": "token",
-            "text": source.name,
-            "joining": source.joining(documents),
-            "documents": len(plan.documents),
-            "text_tokens": extent.tokens,
-            "bytes": extent.bytes,
-            "words": extent.words,
-            "mode": plan.mode,
-            "window": plan.window,
-            "stride": plan.stride,
-            "prefix": prefix,
-            "prefix_token_id": token,
-            "windows": len(plan.blocks),
-            "stderr_method": STDERR_METHODS[plan.mode],
-        }
-        run = {
+    extent = measure_extent(plan.documents, lm.tokenizer)
+    figures = summarise(scores, plan, extent)
+    positions = measure_by_position(scores, plan) if by_position or plot else []
+    comparison = compare(scores, plan) if other else None
+    definition = {
+        "text": source.name,
+        "joining": source.joining(documents),
+        "prefix": prefix,
+        "prefix_token_id": token,
+        **_definition(plan, extent),
+    }
+    if plot:
+        plot_positions(positions, plot, f"{lm.name} on {source.name}")
+    if json:
+        document: dict[str, Any] = {
+            **asdict(figures),
+            **definition,
             "model": lm.name,
             **_runtime(lm),
             "batch_size": scores.batch_size,
@@ -206,20 +198,16 @@ def eval_ppl(
             "seconds": round(scores.seconds, 3),
             "tokens_per_second": round(scores.tokens_per_second, 1),
         }
-    if plot and positions:
-        plot_positions(positions, plot, f"{lm.name} on {source.name}")
-    if json:
-        document: dict[str, Any] = {**asdict(figures), **definition, **run}
         if positions:
             document["by_position"] = [_without_none(asdict(position)) for position in positions]
-        if comparison and other:
+        if other and comparison:
             document["reference"] = {"model": other.name, **_runtime(other), **asdict(comparison)}
         out.json(strict(document))
     elif quiet:
         out.data(repr(figures.perplexity))
     else:
         _print_figures(out, figures)
-        if comparison and other:
+        if other and comparison:
             _print_comparison(out, comparison, f"{other.name} in {_runtime(other)['dtype']}")
         if positions:
             _print_positions(out, positions)
@@ -235,6 +223,44 @@ def _parse_batch_size(value: str) -> int | None:
     if not value.isdecimal() or int(value) < 1:
         raise typer.BadParameter(f"--batch-size: expected auto or a number from 1, got {value}")
     return int(value)
+
+
+def _load_models(
+    name: str,
+    reference: str | None,
+    device: str,
+    dtype: str,
+    revision: str | None,
+    backend: str,
+    tokenizer: str | None,
+) -> "tuple[LanguageModel, LanguageModel | None]":
+    """Return the model and its reference: the same one in another dtype, or another in the same."""
+    from mamba_cli import load_model
+    from mamba_cli.load import DTYPES
+
+    lm = load_model(name, device, dtype, revision=revision, backend=backend, tokenizer=tokenizer)
+    if reference is None:
+        return lm, None
+    if reference in DTYPES:
+        return lm, load_model(name, device, reference, revision=revision, backend=backend)
+    return lm, load_model(reference, device, dtype, backend=backend)
+
+
+def _definition(plan: "Plan", extent: "Extent") -> dict[str, Any]:
+    from mamba_cli.perplexity.report import STDERR_METHODS
+
+    return {
+        "unit": "token",
+        "mode": plan.mode,
+        "window": plan.window,
+        "stride": plan.stride,
+        "windows": len(plan.blocks),
+        "documents": len(plan.documents),
+        "text_tokens": extent.tokens,
+        "bytes": extent.bytes,
+        "words": extent.words,
+        "stderr_method": STDERR_METHODS[plan.mode],
+    }
 
 
 def _runtime(lm: "LanguageModel") -> dict[str, str]:
@@ -303,9 +329,9 @@ def _print_positions(out: Output, positions: "Sequence[Position]") -> None:
             row += [_number(position.reference_perplexity), _number(position.kl_mean)]
     if is_terminal(sys.stdout):
         columns.append("")
-        largest = max(position.perplexity for position in positions)
+        finite = [position.perplexity for position in positions if math.isfinite(position.perplexity)]
         for row, position in zip(rows, positions, strict=True):
-            row.append("█" * round(BAR_WIDTH * position.perplexity / largest))
+            row.append("█" * round(BAR_WIDTH * min(1.0, position.perplexity / max(finite, default=1.0))))
     out.data("")
     out.table(columns, rows)
 

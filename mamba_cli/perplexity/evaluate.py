@@ -18,7 +18,7 @@ from mamba_cli.perplexity.score import COMPARISON, NLL, score_batch
 from mamba_cli.perplexity.windows import offsets, pack_batches
 
 # Sequences that step side by side when the batch size is left open.
-STEP_BATCH = {"cpu": 16, "cuda": 256}
+STEP_BATCH = {"cpu": 8, "cuda": 256}
 
 # Called with the predictions just scored and the mean NLL (nats) of all that are scored so far.
 Progress = Callable[[int, float], None]
@@ -201,7 +201,7 @@ def _key(models: Sequence[LanguageModel], plan: Plan) -> dict[str, object]:
         "token ids": text.hexdigest(),
     }
     for role, lm in zip(("model", "reference"), models, strict=False):
-        key[role] = f"{lm.name} in {lm.dtype} on {lm.device.type} by {lm.backend}"
+        key[role] = f"{lm.name} in {lm.dtype}, state {lm.ssm_dtype}, on {lm.device.type} by {lm.backend}"
         key[f"{role}'s configuration"] = lm.config
         # Other weights under the same name would answer the first tokens otherwise.
         logits, _ = lm.prefill(plan.documents[0].ids[None, :16])

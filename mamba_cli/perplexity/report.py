@@ -88,5 +88,6 @@ def strict(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): strict(item) for key, item in value.items()}
+        # Percentiles' keys are floats.
+        return {f"{key:g}" if isinstance(key, float) else key: strict(item) for key, item in value.items()}
     return [strict(item) for item in value] if isinstance(value, list) else value

@@ -51,7 +51,7 @@ def score_batch(
     device = models[0].device
     wanted = targets[rows, positions][order].to(device)
 
-    slice_rows = SLICE_ROWS[device.type]
+    slice_rows = SLICE_ROWS[device.type] // len(models)
     streams = [
         _step_logits(lm, inputs, counted)
         if stepwise
@@ -108,11 +108,12 @@ def _chunk_logits(
 def _step_logits(lm: LanguageModel, inputs: torch.Tensor, counted: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield logits (rows, vocab_size) of the positions that count, position by position."""
     state = lm.init_state(len(inputs))
-    inputs = inputs.to(lm.device)
-    for position in range(inputs.shape[1]):
-        logits = lm.step_(inputs[:, position], state)
-        if counted[:, position].any():
-            yield logits[counted[:, position], : lm.config.vocab_size]
+    for token_ids, rows in zip(inputs.T.contiguous().to(lm.device), counted.T, strict=True):
+        logits = lm.step_(token_ids, state)[:, : lm.config.vocab_size]
+        if rows.all():
+            yield logits
+        elif rows.any():
+            yield logits[rows]
 
 
 def _measure(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
