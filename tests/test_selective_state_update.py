@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+
 from kernel_testing import assert_close_as_reference
 from mamba_kernels.backend import use_backend
 from mamba_kernels.discretization import DISCRETIZATIONS

@@ -146,7 +146,7 @@ def ssm_step(
     check_shape("A_log", A_log, (nheads,))
     check_shape("D", D, (nheads,) if D.dim() == 1 else (nheads, headdim))
     check_shape("norm_weight", norm_weight, (d_ssm,))
-    _check_rows("out.scaled", out.scaled, (batch, d_ssm))
+    _check_buffers(out, (batch, d_ssm))
     _check_slots(state_batch_indices, batch, "ssm_state", ssm_state)
     check_device(
         zxbcdt.device, ssm_state=ssm_state, dt_bias=dt_bias, A_log=A_log, D=D, norm_weight=norm_weight,
@@ -242,8 +242,13 @@ def _check_next(residual: torch.Tensor, norm_weight: torch.Tensor, out: NormBuff
     batch, width = residual.shape
     check_shape("norm_weight", norm_weight, (width,))
     _check_rows("residual", residual, (batch, width))
-    _check_rows("out.scaled", out.scaled, (batch, width))
+    _check_buffers(out, (batch, width))
     check_device(residual.device, norm_weight=norm_weight, scaled=out.scaled, squares=out.squares)
+
+
+def _check_buffers(out: NormBuffers, shape: tuple[int, int]) -> None:
+    _check_rows("out.scaled", out.scaled, shape)
+    _check_rows("out.squares", out.squares, shape)
 
 
 def _check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:

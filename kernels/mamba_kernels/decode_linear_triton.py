@@ -143,14 +143,15 @@ def launch_linear(
             matvec_kernel[grid](
                 scaled, squares, words, *operands, **options, **config, GROUPS=groups, PACKED=packed,
                 ELEMENT=tl.float16 if weight.dtype == torch.float16 else tl.bfloat16,
-                PER_THREAD=16 // weight.dtype.itemsize, BLOCK_PARTS=triton.next_power_of_2(max(parts, 1)),
+                PER_THREAD=16 // weight.dtype.itemsize,
+                # Room for the smallest tiles of the kernel ahead, so that its tiles do not matter here.
+                BLOCK_PARTS=triton.next_power_of_2(max(parts, in_features // 4, 1)),
             )  # fmt: skip
         else:
             matmul_kernel[grid](
                 scaled, squares, weight, *operands, out.stride(0) if splits > 1 else 0,
                 **options, **_fitted(config, weight.dtype.itemsize, weight.device), GROUPS=max(groups, 1),
-                SPLIT_K=splits, SCALE_FIRST=mixed, INTERPRET=interpreting(),
-                BLOCK_PARTS=triton.next_power_of_2(max(min(parts, 32), 1)),
+                SPLIT_K=splits, SCALE_FIRST=mixed, INTERPRET=interpreting(), BLOCK_PARTS=32,
             )  # fmt: skip
     if splits > 1:
         return launch_reduce(normed, out, bias, *residual, pdl)

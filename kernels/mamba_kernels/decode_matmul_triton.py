@@ -49,7 +49,7 @@ def _convolve_tile(
         tl.store(out_ptrs, activated.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "parts"])
 def matmul_kernel(
     scaled_ptr, squares_ptr, weight_ptr, bias_ptr, out_ptr,
     conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr,
@@ -106,7 +106,7 @@ def matmul_kernel(
             if INTERPRET:  # its dot multiplies the bits of bfloat16
                 v = v.to(tl.float32)
                 w = w.to(tl.float32)
-            total = tl.dot(v, tl.trans(w), total)
+            total = tl.dot(v, tl.trans(w), total, input_precision="ieee")
         if squares_ptr is not None and EPILOGUE != "partial" and not SCALE_FIRST:
             scale = rstd(
                 squares_ptr, stride_squares, m, m_in, group, parts, GROUP_K, eps, BLOCK_M, BLOCK_PARTS

@@ -20,7 +20,7 @@ def _load_weight(rows, n_in, step, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
     return tl.load(rows + w[None, :], mask=mask, other=0, eviction_policy="evict_first")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def matvec_kernel(
     scaled_ptr, squares_ptr, weight_ptr, bias_ptr, out_ptr,
     conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr,

@@ -22,14 +22,17 @@ class Normed(NamedTuple):
 
 
 class NormBuffers(NamedTuple):
-    """Where a `Normed` is written: scaled (batch, width), squares (batch, capacity) float32."""
+    """Where a `Normed` is written: scaled and squares (batch, width), squares in float32.
+
+    A kernel writes one sum of squares a tile, so width of them is room enough whatever its tiles are.
+    """
 
     scaled: torch.Tensor
     squares: torch.Tensor
 
     @classmethod
     def empty(cls, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> "NormBuffers":
-        """Buffers for rows of `width`, large enough for every kernel configuration."""
+        """Buffers for rows of `width`."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return cls(
             torch.empty(batch, width, dtype=dtype, device=device),

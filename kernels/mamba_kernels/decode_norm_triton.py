@@ -94,7 +94,7 @@ def _embed_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts_in"])
 def _reduce_kernel(
     partials_ptr, squares_in_ptr, bias_ptr, residual_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
     width, splits, parts_in, group_size_in, eps_in,
@@ -186,7 +186,7 @@ def launch_reduce(
             width, partials.shape[0], parts, scaled_in.shape[1], eps_in,
             partials.stride(0), partials.stride(1), 0 if squares_in is None else squares_in.stride(0),
             residual.stride(0), scaled.stride(0), squares.stride(0),
-            BLOCK_N=block, BLOCK_PARTS=triton.next_power_of_2(min(parts, 512)), num_warps=4,
+            BLOCK_N=block, BLOCK_PARTS=256, num_warps=4,
             **early_start(pdl, residual),
         )  # fmt: skip
     return tiles
