@@ -48,8 +48,8 @@ def _gradients_kernel(
     stride_dz_b, stride_dz_l, stride_dz_h, stride_dz_p,
     stride_part, stride_dB_b, stride_dB_l, stride_dB_g, stride_dB_n,
     stride_runs_b,
-    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr,
-    DOT: tl.constexpr, OFFSET: tl.constexpr,
+    HAS_D: tl.constexpr, D_PER_CHANNEL: tl.constexpr, HAS_Z: tl.constexpr, HAS_RUNS: tl.constexpr,
+    VARLEN: tl.constexpr, DOT: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one block, G being that of the state after it, H the state before it, dy that of y.
@@ -72,8 +72,9 @@ def _gradients_kernel(
     part = (tl.program_id(1) // ptiles) % parts
     group = (tl.program_id(1) // (ptiles * parts)).to(tl.int64)
     row = row_of_block(block, row_blocks, block_rows, VARLEN)
-    if row >= rows:
-        return
+    if VARLEN:
+        if row >= rows:
+            return
     batch, start, length, first, _ = locate(row, seqlen, row_blocks, cu_seqlens, block_offsets, VARLEN)
     begin = (block - first) * BLOCK
     left = tl.minimum(length - begin, BLOCK).to(tl.int32)
@@ -99,8 +100,9 @@ def _gradients_kernel(
         before = tl.load(runs - tl.minimum(begin, 1))
         last = tl.load(runs + left - 1)
         seen = seen & (run[:, None] == run[None, :])
-    scores = tl.where(seen, tl.dot(b, tl.trans(c), input_precision="ieee"), 0.0)
-    diagonal = tl.sum(b.to(tl.float32) * c.to(tl.float32), axis=1)
+    scores = tl.dot(b, tl.trans(c), input_precision="ieee")
+    diagonal = tl.sum(tl.where(i[:, None] == i[None, :], scores, 0.0), axis=1)
+    scores = tl.where(seen, scores, 0.0)
     db = tl.zeros((BLOCK, BLOCK_N), dtype=tl.float32)
     dc = tl.zeros((BLOCK, BLOCK_N), dtype=tl.float32)
     dscores = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
@@ -159,7 +161,10 @@ def _gradients_kernel(
         if HAS_D:
             d = tl.load(D + head * stride_D_h + p * stride_D_p, mask=p < headdim, other=0.0)
             direct += d.to(tl.float32)[None, :]
-            tl.store(dD + number * headdim + p, tl.sum(dy32 * x32, axis=0), mask=p < headdim)
+            if D_PER_CHANNEL:
+                tl.store(dD + number * headdim + p, tl.sum(dy32 * x32, axis=0), mask=p < headdim)
+            else:
+                tl.store(dD + ptile * blocks * nheads + number, tl.sum(same))
         dxk += dy32 * direct
         mask = (i[:, None] < left) & (p[None, :] < headdim)
         ptrs = dx + head * stride_dx_h + i[:, None] * stride_dx_l + p[None, :] * stride_dx_p
@@ -171,15 +176,13 @@ def _gradients_kernel(
             ptrs = dz + head * stride_dz_h + i[:, None] * stride_dz_l + p[None, :] * stride_dz_p
             tl.store(ptrs, dzk.to(dz.dtype.element_ty), mask=mask)
 
-        weighted = (x32 * (onward * dt)[:, None]).to(DOT)
-        db = tl.dot(weighted, tl.trans(g), acc=db, input_precision="ieee")
-        dc = tl.dot((dy32 * into[:, None]).to(DOT), tl.trans(h), acc=dc, input_precision="ieee")
+        db += tl.dot(xk, tl.trans(g), input_precision="ieee") * (onward * dt)[:, None]
+        dc += tl.dot(dy, tl.trans(h), input_precision="ieee") * into[:, None]
 
-    dscores = tl.where(seen, dscores, 0.0).to(DOT)
+    ddiagonal = tl.where(i[:, None] == i[None, :], ddiagonal[:, None], 0.0)
+    dscores = tl.where(seen, dscores, ddiagonal).to(DOT)
     db = tl.dot(dscores, c, acc=db, input_precision="ieee")
     dc = tl.dot(tl.trans(dscores), b, acc=dc, input_precision="ieee")
-    db += ddiagonal[:, None] * c.to(tl.float32)
-    dc += ddiagonal[:, None] * b.to(tl.float32)
     place = (part * ptiles + ptile).to(tl.int64) * stride_part
     place += batch * stride_dB_b + start * stride_dB_l + group * stride_dB_g
     tile = place + i[:, None] * stride_dB_l + n[None, :] * stride_dB_n
@@ -204,10 +207,11 @@ def _decay_gradient_kernel(
     row = row_of_block(block, row_blocks, block_rows, VARLEN)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
     sums = block * nheads + head
-    if row >= rows:
-        tl.store(dA + sums, tl.zeros((HEADS,), tl.float32), mask=head < nheads)
-        tl.store(ddt_bias + sums, tl.zeros((HEADS,), tl.float32), mask=head < nheads)
-        return
+    if VARLEN:
+        if row >= rows:
+            tl.store(dA + sums, tl.zeros((HEADS,), tl.float32), mask=head < nheads)
+            tl.store(ddt_bias + sums, tl.zeros((HEADS,), tl.float32), mask=head < nheads)
+            return
     batch, start, length, first, _ = locate(row, seqlen, row_blocks, cu_seqlens, block_offsets, VARLEN)
     offset = tl.arange(0, BLOCK)[None, :]
     token = (block - first) * BLOCK + offset
@@ -337,8 +341,11 @@ def launch_backward(
     dx, ddt = (new(t.shape, dtype=t.dtype, device=t.device) for t in (x, dt))
     dz = new(z.shape, dtype=z.dtype, device=z.device) if z is not None else None
     dB, dC = (new(parts * ptiles, *B.shape, **f32) for _ in range(2))
-    # With cu_seqlens, a block of no row adds nothing.
-    dD = new(packing.blocks, nheads, headdim, **f32) if D is not None else None
+    dD = None
+    if D is not None:
+        # With cu_seqlens, a block of no row adds nothing.
+        per_program = (packing.blocks, nheads, headdim) if D.dim() == 2 else (ptiles, packing.blocks, nheads)
+        dD = new(per_program, **f32)
     dsteps, ddecays = (torch.empty(ptiles, *steps.shape, **f32) for _ in range(2))
     dA, ddt_bias = (torch.empty(packing.blocks, nheads, **f32) for _ in range(2))
     if packing.blocks:
@@ -353,7 +360,8 @@ def launch_backward(
             *((*D.stride(), 0)[:2] if D is not None else (0, 0)),
             *strides(z, 4), *dout.stride(), *dx.stride(), *strides(dz, 4), *dB.stride(),
             runs.stride(0) if runs is not None else 0,
-            HAS_D=D is not None, HAS_Z=z is not None, HAS_RUNS=runs is not None, VARLEN=varlen,
+            HAS_D=D is not None, D_PER_CHANNEL=D is not None and D.dim() == 2, HAS_Z=z is not None,
+            HAS_RUNS=runs is not None, VARLEN=varlen,
             DOT=tl_dtype(dtype), OFFSET=offset_dtype(packing.block, x, B, C, z, dout, dx),
             BLOCK=packing.block, BLOCK_N=pad_to_dot(d_state),
             BLOCK_P=tile["BLOCK_P"], num_warps=tile["num_warps"], num_stages=tile["num_stages"],
@@ -368,7 +376,7 @@ def launch_backward(
             BLOCK=packing.block, HEADS=heads, num_warps=4,
         )  # fmt: skip
     if dD is not None:
-        dD = dD.sum(0) if D.dim() == 2 else dD.sum((0, 2))
+        dD = dD.sum(0) if D.dim() == 2 else dD.sum((0, 1))
     return (
         dx,
         ddt,

@@ -53,8 +53,9 @@ def _output_kernel(
     part = (tl.program_id(1) // ptiles) % parts
     group = (tl.program_id(1) // (ptiles * parts)).to(tl.int64)
     row = row_of_block(block, row_blocks, block_rows, VARLEN)
-    if row >= rows:
-        return
+    if VARLEN:
+        if row >= rows:
+            return
     batch, start, length, first, _ = locate(row, seqlen, row_blocks, cu_seqlens, block_offsets, VARLEN)
     begin = (block - first) * BLOCK
     left = tl.minimum(length - begin, BLOCK).to(tl.int32)

@@ -120,8 +120,9 @@ def _decay_kernel(
     # Program (block, tile of HEADS heads); tiles are (HEADS, BLOCK).
     block = tl.program_id(0).to(tl.int64)
     row = row_of_block(block, row_blocks, block_rows, VARLEN)
-    if row >= rows:
-        return
+    if VARLEN:
+        if row >= rows:
+            return
     batch, start, length, first, _ = locate(row, seqlen, row_blocks, cu_seqlens, block_offsets, VARLEN)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None].to(tl.int64)
     offset = tl.arange(0, BLOCK)[None, :]
