@@ -115,6 +115,12 @@ class LanguageModel:
         """Return the state before any token."""
         return init_state(self.config, batch, self.dtype, self.device, self.ssm_dtype)
 
+    def release_graphs(self) -> None:
+        """Free the memory of the CUDA graphs that earlier calls left; the next calls capture anew."""
+        self.decoder = None
+        if self.device.type == "cuda":
+            self._prefill = PrefillGraphs(self.model)
+
     def _run(self, function, *arguments) -> torch.Tensor:
         with use_backend(self.backend):
             return function(*arguments)

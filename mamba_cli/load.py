@@ -53,12 +53,21 @@ def load_model(
 
 
 def random_model(
-    config: ModelConfig, device: str = "auto", dtype: str = "float32", backend: str = "auto", seed: int = 0
+    config: ModelConfig,
+    device: str = "auto",
+    dtype: str = "float32",
+    backend: str = "auto",
+    seed: int = 0,
+    on_device: bool = False,
 ) -> LanguageModel:
-    """Return a model of random weights, for measuring and testing."""
+    """Return a model of random weights, for measuring and testing.
+
+    A seed gives the same weights for every device, unless they are made on_device, which is quicker.
+    """
     target = choose_device(device)
-    tensors = random_tensors(config, seed)
-    weights = Weights(tensors.__getitem__, set(tensors), target, choose_dtype(dtype, torch.float32, target))
+    tensors = random_tensors(config, seed, target if on_device else "cpu")
+    # Each tensor is asked for once: taken out, its fp32 original goes as soon as it is cast.
+    weights = Weights(tensors.pop, set(tensors), target, choose_dtype(dtype, torch.float32, target))
     return LanguageModel(config, weights, name="random", backend=backend)
 
 

@@ -10,6 +10,13 @@ from mamba_cli.schema import KEPT_IN_STORED_DTYPE, tensor_shapes
 from mamba_cli.state import wide_dtype
 
 
+def weight_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that the tensor of canonical `name` has in a model of `dtype`."""
+    parts = name.split(".")
+    is_norm = len(parts) > 1 and parts[-2] in ("norm", "norm2", "norm_f")
+    return wide_dtype(dtype) if is_norm or name.endswith(KEPT_IN_STORED_DTYPE) else dtype
+
+
 class Weights:
     """Hands out tensors by canonical name on one device, cast to the model's dtype.
 
@@ -33,7 +40,7 @@ class Weights:
 
     def __call__(self, name: str) -> torch.Tensor:
         name = self._prefix + name
-        dtype = wide_dtype(self.dtype) if _is_wide(name) else self.dtype
+        dtype = weight_dtype(name, self.dtype)
         return self._load(name).to(device=self.device, dtype=dtype).contiguous()
 
     def optional(self, name: str) -> torch.Tensor | None:
@@ -58,12 +65,6 @@ def random_tensors(
     for name, shape in tensor_shapes(config).items():
         tensors[name] = _random_tensor(name.rsplit("layers.")[-1], shape, config, generator)
     return tensors
-
-
-def _is_wide(name: str) -> bool:
-    parts = name.split(".")
-    is_norm = len(parts) > 1 and parts[-2] in ("norm", "norm2", "norm_f")
-    return is_norm or name.endswith(KEPT_IN_STORED_DTYPE)
 
 
 def _random_tensor(
