@@ -187,10 +187,15 @@ def test_out_proj_with_residual(device, nan_filled_empty, width, d_ssm, ngroups,
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_projection_of_rows_without_norm_scales_nothing(device, config):
-    normed = random_normed(3, 24, 1, seed=1)._replace(squares=None)
-    args = dict(normed=normed, weight=randn(20, 24, seed=2))
-    check_triton(lm_head_step, args, [], torch.float32, device, rows_out(3, 20), config=config)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_a_projection_of_rows_without_norm_scales_nothing(device, weight_dtype, config):
+    normed = cast(random_normed(3, 24, 1, seed=1)._replace(squares=None), torch.float32, device)
+    normed = normed._replace(scaled=normed.scaled.bfloat16().float())  # exact in either type
+    weight = randn(20, 24, seed=2).to(device, weight_dtype)
+    out = torch.empty(3, 20, device=device)
+    with use_backend("triton"):
+        lm_head_step(normed, weight, out, config=config)
+    torch.testing.assert_close(out, normed.scaled @ weight.float().T, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

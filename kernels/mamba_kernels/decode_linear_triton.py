@@ -8,6 +8,7 @@ Two kernels, matvec and matmul, end in one of these epilogues:
     "partial"   out[split] = y, one of several sums over a part of K, to be added up by launch_reduce
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -24,36 +25,44 @@ from mamba_kernels.decode_norm_triton import early_start, launch_reduce
 def config_for(batch: int, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
     """Block sizes of a projection; "kernel" is "matvec" or "matmul".
 
-    A matvec program holds 4 rows of the weight, whole, in its registers: 16 to 20 KB a program, some
-    150 KB a multiprocessor on their way while the kernel ahead still runs.
+    A matvec program holds 4 rows of the weight, whole, in its registers: 6 to 40 KB a program, some 150 KB
+    a multiprocessor on their way while the kernel ahead still runs. A matmul program keeps as much in its
+    stages. K is split where there would be fewer programs than multiprocessors, and enough of K.
     """
     if batch <= 8 or dtype == torch.float32:
         warps = 1 if in_features <= 1024 else 2 if in_features <= 4096 else 4
-        per_load = 256 * warps if dtype.itemsize == 2 else 128 * warps
-        steps = triton.cdiv(in_features, per_load)
+        block_k = warps * (512 // dtype.itemsize)
         rows = 4 if batch <= 2 else 8
         return {
             "kernel": "matvec", "BLOCK_M": min(8, triton.next_power_of_2(batch)), "BLOCK_N": rows,
-            "BLOCK_K": per_load, "PREFETCH": min(steps, 40 // rows), "num_warps": warps,
+            "BLOCK_K": block_k, "PREFETCH": min(triton.cdiv(in_features, block_k), 24 // rows),
+            "num_warps": warps,
         }  # fmt: skip
+    block_n, block_k, stages = (32, 256, 4) if batch <= 32 else (64, 64, 6)
+    splits = max(1, min(8, 256 * block_n // out_features, in_features // 1024))
+    while block_n > 16 and splits * out_features < 100 * block_n:
+        block_n //= 2
     return {
-        "kernel": "matmul", "BLOCK_M": max(16, min(64, triton.next_power_of_2(batch))), "BLOCK_N": 64,
-        "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 16, "num_warps": 4, "num_stages": 4,
+        "kernel": "matmul", "BLOCK_M": max(16, min(64, triton.next_power_of_2(batch))), "BLOCK_N": block_n,
+        "BLOCK_K": block_k, "SPLIT_K": splits, "PREFETCH": 16, "num_warps": 4, "num_stages": stages,
     }  # fmt: skip
 
 
+@functools.cache
+def _shared_memory(device_index: int) -> int:
+    """Bytes of shared memory that a program may have."""
+    return triton.runtime.driver.active.utils.get_device_properties(device_index)["max_shared_mem"]
+
+
 def _fitted(config: dict[str, Any], itemsize: int, device: torch.device) -> dict[str, Any]:
-    """The config with as many stages as the device's shared memory holds, and smaller tiles if it must."""
-    if device.type != "cuda":
-        return config
-    limit = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    """The config with as many stages as the device's shared memory holds, and smaller blocks if it must."""
     config = dict(config)
     stage = (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * itemsize
-    while config["num_stages"] * stage > limit and config["num_stages"] > 2:
-        config["num_stages"] -= 1
-    if config["num_stages"] * stage > limit:
+    limit = _shared_memory(device.index) if device.type == "cuda" else stage * config["num_stages"]
+    while stage > limit // 2:
         config["BLOCK_K"] //= 2
-        return _fitted(config, itemsize, device)
+        stage //= 2
+    config["num_stages"] = min(config["num_stages"], limit // stage)
     return config
 
 
@@ -114,7 +123,7 @@ def launch_linear(
     kernel = config.pop("kernel")
     splits = config.pop("SPLIT_K", 1)
     groups, parts = (0, 0) if squares is None else squares.shape[1:]
-    mixed = squares is not None and scaled.dtype != weight.dtype
+    mixed = scaled.dtype != weight.dtype
     if partials is None or groups > 1 or mixed:  # launch_reduce has one scale a row, and applies it last
         splits = 1
     epilogue = "store"

@@ -87,7 +87,7 @@ def matmul_kernel(
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for group in range(GROUPS):
         scale = tl.full((BLOCK_M,), 1.0, tl.float32)
-        if SCALE_FIRST:
+        if SCALE_FIRST and squares_ptr is not None:
             scale = rstd(
                 squares_ptr, stride_squares, m, m_in, group, parts, GROUP_K, eps, BLOCK_M, BLOCK_PARTS
             )
@@ -131,10 +131,11 @@ def matmul_kernel(
         split = tl.program_id(2).to(tl.int64)
         out_ptrs = out_ptr + split * stride_split + m64[:, None] * stride_out + n[None, :]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=both_in)
-        begin_n = tl.program_id(0) * BLOCK_N
-        if EPILOGUE == "conv" and (begin_n < conv_end) & (begin_n + BLOCK_N > conv_begin):
-            _convolve_tile(
-                out_ptr, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr,
-                tl.program_id(1) * BLOCK_M, batch, n, conv_begin, conv_end,
-                stride_out, stride_slot, stride_channel, stride_tap, BLOCK_M, D_CONV,
-            )  # fmt: skip
+        if EPILOGUE == "conv":
+            begin_n = tl.program_id(0) * BLOCK_N
+            if (begin_n < conv_end) & (begin_n + BLOCK_N > conv_begin):
+                _convolve_tile(
+                    out_ptr, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr,
+                    tl.program_id(1) * BLOCK_M, batch, n, conv_begin, conv_end,
+                    stride_out, stride_slot, stride_channel, stride_tap, BLOCK_M, D_CONV,
+                )  # fmt: skip
