@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.chunk_scan_states_triton import (
+    COUNTS,
     Limits,
     choose_segments,
     device_limits,
@@ -32,7 +33,7 @@ from mamba_kernels.chunk_scan_states_triton import (
 )
 
 
-@triton.jit(do_not_specialize=["rows", "seqlen", "row_blocks"])
+@triton.jit(do_not_specialize=COUNTS)
 def _gradients_kernel(
     x, B, C, D, z, dout, steps, decays, entering, leaving, runs,
     dx, dz, dB, dC, dD, dsteps, ddecays,
@@ -191,7 +192,7 @@ def _gradients_kernel(
     tl.store(dC + tile, dc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "seqlen", "row_blocks"])
+@triton.jit(do_not_specialize=COUNTS)
 def _decay_gradient_kernel(
     dt, A, dt_bias, dsteps, ddecays, ddt, dA, ddt_bias,
     dt_min, dt_max, nheads, ptiles, blocks,

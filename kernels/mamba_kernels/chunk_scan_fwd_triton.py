@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.chunk_scan_states_triton import (
+    COUNTS,
     Limits,
     choose_segments,
     device_limits,
@@ -28,7 +29,7 @@ from mamba_kernels.chunk_scan_states_triton import (
 )
 
 
-@triton.jit(do_not_specialize=["rows", "seqlen", "row_blocks"])
+@triton.jit(do_not_specialize=COUNTS)
 def _output_kernel(
     x, B, C, D, z, y, steps, decays, entering, runs,
     nheads, group_heads, headdim, d_state, program_heads,

@@ -21,6 +21,11 @@ import triton.language as tl
 
 from mamba_kernels.backend import interpreting
 
+# Arguments that count: whether one is a multiple of 16 is no reason to compile a kernel again.
+COUNTS = [
+    "rows", "seqlen", "row_blocks", "blocks", "segments", "ptiles",
+    "nheads", "ngroups", "group_heads", "program_heads",
+]  # fmt: skip
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -108,7 +113,7 @@ def softplus(v):
     return tl.where(v > 20.0, v, log1p)
 
 
-@triton.jit(do_not_specialize=["rows", "seqlen", "row_blocks"])
+@triton.jit(do_not_specialize=COUNTS)
 def _decay_kernel(
     dt, A, dt_bias, steps, decays,
     dt_min, dt_max, nheads,
@@ -147,7 +152,7 @@ def _decay_kernel(
     tl.store(decays + out, decay, mask=head < nheads)
 
 
-@triton.jit(do_not_specialize=["rows", "seqlen", "row_blocks", "segments"])
+@triton.jit(do_not_specialize=COUNTS)
 def _states_kernel(
     x, B, z, steps, decays, runs, start_states, entering, end_states, factors,
     nheads, group_heads, headdim, d_state, segments,
@@ -241,7 +246,7 @@ def _states_kernel(
         tl.store(end_states + place + transposed, state, mask=mask)
 
 
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit(do_not_specialize=COUNTS)
 def _chain_kernel(
     start_states, summaries, factors, nheads, size, segments,
     REVERSE: tl.constexpr, HAS_START: tl.constexpr, BLOCK: tl.constexpr,
