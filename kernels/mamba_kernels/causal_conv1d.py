@@ -192,34 +192,44 @@ def causal_conv1d_update_ref(
     cache_seqlens: torch.Tensor | None = None,
     conv_state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """causal_conv1d_update in torch operations."""
+    """causal_conv1d_update in torch operations, in float32 or wider; it is what runs on the CPU."""
     tokens = x if x.dim() == 3 else x[..., None]
     width, state_len, seqlen = weight.shape[1], conv_state.shape[2], tokens.shape[2]
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     state = conv_state
     if conv_state_indices is not None:
         state = conv_state[conv_state_indices.clamp(min=0).long()]
     if cache_seqlens is None:
-        before = state[..., state_len - (width - 1) :]
-        after = torch.cat([state, tokens.to(state.dtype)], dim=2)[..., -state_len:]
+        after = torch.cat([state[..., seqlen:], tokens[..., -state_len:]], dim=2)
+        rows = after  # all that a step sees, where the states are `width` columns
+        if state_len != seqlen + width - 1:
+            rows = torch.cat([state[..., 1 - width :], tokens], dim=2)
     else:
-
-        def columns(first: int, last: int) -> torch.Tensor:
-            steps = torch.arange(first, last, device=x.device)
-            column = (cache_seqlens[:, None].long() + steps) % state_len
-            return column[:, None, :].expand(-1, state.shape[1], -1)
-
-        before = state.gather(2, columns(1 - width, 0))
-        oldest = max(seqlen - state_len, 0)  # tokens before it are overwritten at once
-        after = state.scatter(2, columns(oldest, seqlen), tokens[..., oldest:].to(state.dtype))
-
-    out = causal_conv1d_ref(tokens, weight, bias, initial_states=before, activation=activation)
+        before = state.gather(2, _ring_columns(cache_seqlens, 1 - width, 0, state))
+        rows = torch.cat([before, tokens], dim=2)
+        oldest = max(seqlen - state_len, 0)  # the tokens before it are overwritten at once
+        columns = _ring_columns(cache_seqlens, oldest, seqlen, state)
+        after = state.scatter(2, columns, tokens[..., oldest:].to(state.dtype))
+    windows = rows.to(wide).unfold(2, width, 1)  # (batch, dim, seqlen, width)
+    y = (windows * weight[:, None, :]).sum(dim=3)
+    if bias is not None:
+        y.add_(bias[:, None])
+    if activation is not None:
+        y = F.silu(y, inplace=True)
     if conv_state_indices is None:
         conv_state.copy_(after)
     else:
         live = conv_state_indices >= 0
         conv_state[conv_state_indices[live].long()] = after[live]
-        out = out.where(live[:, None, None], 0)
-    return out if x.dim() == 3 else out[..., 0]
+        y = y.where(live[:, None, None], 0)
+    return y.to(x.dtype).view(x.shape)
+
+
+def _ring_columns(cache_seqlens: torch.Tensor, first: int, last: int, state: torch.Tensor) -> torch.Tensor:
+    """The columns (batch, dim, last - first) of tokens first..last - 1 of x; before x if negative."""
+    tokens = torch.arange(first, last, device=state.device)
+    columns = (cache_seqlens[:, None].long() + tokens) % state.shape[2]
+    return columns[:, None, :].expand(-1, state.shape[1], -1)
 
 
 class _CausalConv1d(torch.autograd.Function):
