@@ -1,5 +1,7 @@
 """Data sets of the hub: which files a name means, and what works offline."""
 
+from types import SimpleNamespace
+
 import huggingface_hub
 import huggingface_hub.constants
 import pyarrow
@@ -47,13 +49,12 @@ def cache(tmp_path, monkeypatch):
     """Return a function that puts a data set into an empty, offline hub cache."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for function in ("snapshot_download", "hf_hub_download"):
-        original = getattr(huggingface_hub, function)
-        monkeypatch.setattr(
-            huggingface_hub,
-            function,
-            lambda *args, original=original, **kwargs: original(*args, cache_dir=tmp_path, **kwargs),
-        )
+    original = huggingface_hub.snapshot_download
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda *args, **kwargs: original(*args, cache_dir=tmp_path, **kwargs),
+    )
 
     def add(repo: str, revision: str = "main", **files: list[str]) -> None:
         folder = tmp_path / f"datasets--{repo.replace('/', '--')}"
@@ -91,11 +92,38 @@ def test_offline_and_not_cached_names_the_command_that_fetches_it(cache, name):
     assert "hf download --repo-type dataset" in error.value.hint
 
 
-def test_a_split_that_is_not_there_is_an_error(monkeypatch):
-    listed = {"main": ["README.md", "a/train.parquet"], "refs/convert/parquet": []}
+def test_half_a_cached_split_is_not_taken_for_the_whole(cache):
+    cache("owner/name", **{"data/test-00000-of-00002.parquet": ["one"]})
+    with pytest.raises(Mamba2Error, match="expected all 2 files like .*, got 1"):
+        read_text("owner/name")
+
+
+def test_files_are_fetched_by_the_commit_that_was_listed(monkeypatch, tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}')
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    siblings = [SimpleNamespace(rfilename=name) for name in ("test-b.jsonl", "test-a.jsonl", "train.jsonl")]
     monkeypatch.setattr(
-        huggingface_hub.HfApi, "list_repo_files", lambda self, repo, repo_type, revision: listed[revision]
+        huggingface_hub.HfApi,
+        "dataset_info",
+        lambda self, repo, revision, timeout: SimpleNamespace(siblings=siblings, sha="abc"),
     )
+    fetched = []
+
+    def download(repo, file, repo_type, revision):
+        fetched.append((repo, file, repo_type, revision))
+        return str(tmp_path / file.removeprefix("test-"))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert read_text("owner/name:test").rows == ["one", "two"]
+    assert fetched == [("owner/name", f"test-{name}.jsonl", "dataset", "abc") for name in "ab"]
+
+
+def test_a_split_that_is_not_there_is_an_error(monkeypatch):
+    def listed(self, repo, revision, timeout):
+        files = ["README.md", "a/train.parquet"] if revision == "main" else []
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files], sha="abc")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", listed)
     with pytest.raises(Mamba2Error, match="files of a:test, got none"):
         read_text("owner/name:a:test")
 
@@ -104,6 +132,6 @@ def test_a_repository_that_does_not_exist_is_an_error(monkeypatch):
     def missing(*args, **kwargs):
         raise errors.RepositoryNotFoundError.__new__(errors.RepositoryNotFoundError)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", missing)
-    with pytest.raises(Mamba2Error, match="data set owner/name: expected one on the hub, got not found"):
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", missing)
+    with pytest.raises(Mamba2Error, match="data set owner/name: expected one of the hub, got none"):
         read_text("owner/name")

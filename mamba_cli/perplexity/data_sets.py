@@ -1,6 +1,7 @@
 """Files of a text data set on the Hugging Face hub: found by their names, cached, offline when cached."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from mamba_cli.errors import Mamba2Error
@@ -21,10 +22,12 @@ def data_set_files(name: str) -> list[Path]:
     """
     repo, *wanted = name.split(":")
     for revision in ("main", CONVERTED):
-        files = [file for file in _list_files(repo, revision) if file.endswith(_SUFFIXES)]
+        listing = _list(repo, revision)
+        files = [file for file in listing.files if file.endswith(_SUFFIXES)]
         chosen = choose_files(repo, files, wanted) if files else []
         if chosen:
-            return [_fetch(repo, file, revision) for file in chosen]
+            _refuse_missing_shards(repo, chosen)
+            return [_local_copy(repo, file, listing) for file in chosen]
     asked = ":".join(wanted) or "a split"
     raise Mamba2Error(f"data set {repo}: expected {', '.join(_SUFFIXES)} files of {asked}, got none")
 
@@ -71,48 +74,72 @@ def _has_word(file: str, words: tuple[str, ...]) -> bool:
     return not set(words).isdisjoint(re.split(r"[^a-zA-Z0-9]+", "/".join(inside)))
 
 
-def _list_files(repo: str, revision: str) -> list[str]:
-    """Return the files of the data set, or offline those of it that are in the cache."""
+def _refuse_missing_shards(repo: str, files: list[str]) -> None:
+    """Raise Mamba2Error where names say "-of-00002" and one is not there: half a text is another text."""
+    for file in files:
+        shards = re.search(r"-(\d{5})-of-(\d{5})\.", file)
+        if shards and int(shards[2]) != len(files):
+            raise Mamba2Error(
+                f"data set {repo}: expected all {int(shards[2])} files like {file}, got {len(files)}",
+                hint=f"hf download --repo-type dataset {repo}",
+            )
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """A data set's files; their commit on the hub, or without a network the cached folder they are in."""
+
+    files: list[str]
+    commit: str | None = None
+    folder: Path | None = None
+
+
+def _list(repo: str, revision: str) -> _Listing:
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        return huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset", revision=revision)
+        # One request without retries, so that no network is noticed at once.
+        info = huggingface_hub.HfApi().dataset_info(repo, revision=revision, timeout=10)
+        return _Listing([sibling.rfilename for sibling in info.siblings or []], commit=info.sha)
     except errors.RevisionNotFoundError:
-        return []
+        return _Listing([])
     except errors.GatedRepoError:
         raise Mamba2Error(
-            f"data set {repo}: expected access to it, got refused",
-            hint=f"ask for access at https://huggingface.co/datasets/{repo} and set HF_TOKEN",
+            f"data set {repo}: expected one open to you, got a gated one",
+            hint=f"accept its terms at https://huggingface.co/datasets/{repo}, then hf auth login",
         ) from None
     except errors.RepositoryNotFoundError:
         raise Mamba2Error(
-            f"data set {repo}: expected one on the hub, got not found",
-            hint="a private one needs HF_TOKEN",
+            f"data set {repo}: expected one of the hub, got none of that name",
+            hint="a private one needs hf auth login",
         ) from None
     except Exception as error:  # offline mode, no network, or a failing server: each has its own class
-        reason = error
+        reason = type(error).__name__
     try:
-        folder = huggingface_hub.snapshot_download(
+        cached = huggingface_hub.snapshot_download(
             repo, repo_type="dataset", revision=revision, local_files_only=True
         )
     except errors.LocalEntryNotFoundError:
-        if revision == "main":
-            return []
+        if revision != CONVERTED:
+            return _Listing([])
         raise Mamba2Error(
-            f"data set {repo}: expected it in the cache or a network, got neither ({type(reason).__name__})",
+            f"data set {repo}: expected it in the cache or a network, got neither ({reason})",
             hint=f"with a network: hf download --repo-type dataset {repo}",
         ) from None
-    root = Path(folder)
-    return [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
+    folder = Path(cached)
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return _Listing(files, folder=folder)
 
 
-def _fetch(repo: str, file: str, revision: str) -> Path:
+def _local_copy(repo: str, file: str, listing: _Listing) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
+    if listing.folder:
+        return listing.folder / file
     try:
-        return Path(huggingface_hub.hf_hub_download(repo, file, repo_type="dataset", revision=revision))
+        return Path(huggingface_hub.hf_hub_download(repo, file, repo_type="dataset", revision=listing.commit))
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
         raise Mamba2Error(
             f"data set {repo}: expected to fetch {file}, got {type(error).__name__}",
