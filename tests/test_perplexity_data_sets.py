@@ -94,7 +94,7 @@ def test_offline_and_not_cached_names_the_command_that_fetches_it(cache, name):
 
 def test_half_a_cached_split_is_not_taken_for_the_whole(cache):
     cache("owner/name", **{"data/test-00000-of-00002.parquet": ["one"]})
-    with pytest.raises(Mamba2Error, match="expected all 2 files like .*, got 1"):
+    with pytest.raises(Mamba2Error, match=r"expected all 2 files like .*, got 1"):
         read_text("owner/name")
 
 
