@@ -1,0 +1,74 @@
+"""What a machine can do at most, measured: bytes moved by a large copy, operations of a large matmul."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+# Far beyond the caches, so that the memory is what is measured.
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
+# Rows and columns of the matrices: large enough to fill the device, done in milliseconds.
+MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
+# Runs between two looks at the clock: on a GPU one is short beside the way to it and back.
+RUNS = {"cuda": 10, "cpu": 1}
+LOOKS = 5
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The rates reached on one device, the best of several runs.
+
+    bytes_per_second: of a copy, read and written bytes together. operations_per_second: of a square
+    matmul, a multiplication and an addition counting as two. method: how they were measured, in words.
+    """
+
+    bytes_per_second: float
+    operations_per_second: float
+    method: str
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure `device`, with a matmul in `dtype`. Takes about a second and gives its memory back."""
+    nbytes, size = COPY_BYTES[device.type], MATMUL_SIZE[device.type]
+    if device.type == "cuda":
+        nbytes = min(nbytes, torch.cuda.mem_get_info(device)[0] // 4)  # beside a model that is loaded
+    return Ceilings(
+        2 * nbytes / _copy_seconds(nbytes, device),
+        2 * size**3 / _matmul_seconds(size, device, dtype),
+        f"measured: a copy of {nbytes / 2**20:.0f} MiB, a matmul of {size} x {size} in "
+        f"{str(dtype).removeprefix('torch.')}",
+    )
+
+
+def _copy_seconds(nbytes: int, device: torch.device) -> float:
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return _seconds(lambda: target.copy_(source), device)
+
+
+def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return _seconds(lambda: torch.matmul(a, b, out=out), device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run, the least of LOOKS after a warm-up."""
+    runs = RUNS[device.type]
+    least = float("inf")
+    for look in range(LOOKS + 1):
+        start = time.perf_counter()
+        for _ in range(runs):
+            run()
+        synchronize(device)
+        if look:
+            least = min(least, (time.perf_counter() - start) / runs)
+    return least

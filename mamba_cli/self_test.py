@@ -1,0 +1,249 @@
+"""Every operation at a tiny shape, forward and backward, on each backend, against its float64 reference."""
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from mamba_cli.errors import Mamba2Error
+from mamba_cli.fused_step import FusedStep
+from mamba_cli.load import random_model
+from mamba_cli.shapes import published_config
+from mamba_kernels.backend import backend_for, interpreting, use_backend
+from mamba_kernels.causal_conv1d import (
+    causal_conv1d_fn,
+    causal_conv1d_ref,
+    causal_conv1d_update,
+    causal_conv1d_update_ref,
+)
+from mamba_kernels.chunk_scan import mamba_chunk_scan_combined, ssd_recurrent_ref
+from mamba_kernels.rmsnorm import add_norm_fn, add_norm_ref, rmsnorm_fn, rmsnorm_ref
+from mamba_kernels.selective_scan import selective_scan_fn, selective_scan_ref
+from mamba_kernels.selective_state_update import selective_state_update, selective_state_update_ref
+
+# Largest error accepted, relative to the reference in root mean square. Rounding stays far below, and
+# a wrong kernel is off by about 1.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2}
+
+Results = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation: run(device, dtype) is tested, and reference() is what it has to give, in float64."""
+
+    operation: str
+    run: Callable[[torch.device, torch.dtype], Results]
+    reference: Callable[[], Results]
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one test on one device and backend, said in the order of the table.
+
+    used: whether operations run on this backend by default on this device. result: "ok", "broken" or
+    "not run"; detail: what was found, or why it was not run. traceback: where it failed, if it did.
+    """
+
+    test: str
+    device: str
+    backend: str
+    used: bool
+    result: str
+    detail: str
+    seconds: float = 0.0
+    traceback: str | None = None
+
+
+def try_operations(device: torch.device, default_backend: str) -> Iterator[Outcome]:
+    """Run every case on `device`, on torch operations and on Triton where Triton can serve the device."""
+    unavailable = why_not_triton(device)
+    for case in CASES:
+        for backend in ("torch", "triton"):
+            what = (case.operation, str(device), backend, backend == default_backend)
+            if backend == "triton" and unavailable:
+                yield Outcome(*what, "not run", unavailable)
+            else:
+                yield attempt(*what, partial(_compare, case, device, backend))
+
+
+def attempt(test: str, device: str, backend: str, used: bool, check: Callable[[], str]) -> Outcome:
+    """Return the result of check(), which says what it found and raises where that is wrong."""
+    start = time.perf_counter()
+    try:
+        result, detail, trace = "ok", check(), None
+    except Mamba2Error as error:
+        result, detail, trace = "broken", error.message, None
+    except Exception as error:  # a compiler, a driver or a kernel may raise anything
+        first_line = next(iter(str(error).splitlines()), "")
+        result, detail, trace = "broken", f"{type(error).__name__}: {first_line}", traceback.format_exc()
+    return Outcome(test, device, backend, used, result, detail, time.perf_counter() - start, trace)
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """Return why Triton kernels cannot run on `device`; None where they can."""
+    if device.type != "cuda" and not interpreting():
+        return "no CUDA device"
+    try:
+        with use_backend("triton"):
+            backend_for(device)
+    except RuntimeError as error:
+        return str(error).removeprefix("backend triton: ")
+    return None
+
+
+def _compare(case: Case, device: torch.device, backend: str) -> str:
+    with use_backend(backend):
+        results = case.run(device, case.dtype)
+    with use_backend("torch"):
+        pairs = list(zip(results, case.reference(), strict=True))
+    error = max(_relative_error(result, reference) for result, reference in pairs)
+    tolerance = TOLERANCE[case.dtype]
+    if not error <= tolerance:  # nor is a NaN
+        raise Mamba2Error(f"relative error: expected at most {tolerance:.0e}, got {error:.1e}")
+    return f"error {error:.1e} (limit {tolerance:.0e})"
+
+
+def _relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    if result.shape != reference.shape:
+        raise Mamba2Error(f"result: expected shape {tuple(reference.shape)}, got {tuple(result.shape)}")
+    return ((result.detach().double().cpu() - reference).norm() / reference.norm()).item()
+
+
+def _cases(
+    name: str,
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    shapes: dict[str, tuple[int, ...]],
+    updates: str | None = None,
+    differentiable: bool = False,
+    **options: Any,
+) -> list[Case]:
+    """The cases of a function on tensors of `shapes`; updates: the argument that it changes in place."""
+
+    def inputs(device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        tensors = {
+            argument: torch.randn(shape, generator=generator, dtype=torch.float64)
+            for argument, shape in shapes.items()
+        }
+        if "A" in tensors:
+            tensors["A"] = -tensors["A"].exp()
+        return {argument: tensor.to(device, dtype) for argument, tensor in tensors.items()}
+
+    def forward(called: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Results:
+        tensors = inputs(device, dtype)
+        with torch.no_grad():
+            results = _as_list(called(**tensors, **options))
+        return results + ([tensors[updates]] if updates else [])
+
+    def backward(called: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Results:
+        tensors = {argument: tensor.requires_grad_() for argument, tensor in inputs(device, dtype).items()}
+        with torch.enable_grad():
+            results = _as_list(called(**tensors, **options))
+            weights = [
+                torch.linspace(-1, 1, result.numel(), device=device, dtype=result.dtype).view_as(result)
+                for result in results
+            ]
+            return list(torch.autograd.grad(results, list(tensors.values()), weights))
+
+    passes = {name: forward, f"{name} backward": backward} if differentiable else {name: forward}
+    oracle = (torch.device("cpu"), torch.float64)
+    return [
+        Case(operation, partial(run, function), partial(run, reference, *oracle))
+        for operation, run in passes.items()
+    ]
+
+
+def _as_list(results: torch.Tensor | tuple[torch.Tensor, ...]) -> Results:
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def _scan_recurrently(chunk_size: int, **arguments: Any) -> tuple[torch.Tensor, ...]:
+    return ssd_recurrent_ref(**arguments)
+
+
+# Plain enough for the fused step, with groups, several heads and a padded vocabulary.
+TINY = replace(
+    published_config("130m"),
+    d_model=32,
+    n_layer=2,
+    vocab_size=61,
+    vocab_rows=64,
+    d_state=16,
+    d_inner=64,
+    d_ssm=64,
+    headdim=16,
+    ngroups=2,
+)
+
+
+def _decode_case(operation: str, batch: int, dtype: torch.dtype = torch.float32) -> Case:
+    """Two tokens through the kernels that decoding on a GPU fuses; the reference is the general step."""
+
+    def decode(fused: bool, device: torch.device, dtype: torch.dtype) -> Results:
+        lm = random_model(TINY, str(device), str(dtype).removeprefix("torch."), backend="torch")
+        model, state = lm.model, lm.init_state(batch)
+        step = FusedStep(model, batch) if fused else lambda ids, state: model.head(model.step(ids, state))
+        token_ids = torch.arange(batch, device=device)
+        with torch.no_grad():
+            logits = [step(token_ids + shift, state).clone() for shift in (0, 1)]
+        return logits + [tensor for layer in state.layers for tensor in layer.tensors()]
+
+    general = partial(decode, False, torch.device("cpu"), torch.float64)
+    return Case(operation, partial(decode, True), general, dtype)
+
+
+CONV = dict(x=(2, 24, 19), weight=(24, 4), bias=(24,), initial_states=(2, 24, 3))
+CONV_UPDATE = dict(x=(2, 24), conv_state=(2, 24, 4), weight=(24, 4), bias=(24,))
+CHUNK_SCAN = dict(
+    x=(1, 37, 2, 16), dt=(1, 37, 2), A=(2,), B=(1, 37, 1, 16), C=(1, 37, 1, 16), D=(2,), z=(1, 37, 2, 16),
+    dt_bias=(2,), initial_states=(1, 2, 16, 16),
+)  # fmt: skip
+STATE_UPDATE = dict(
+    state=(2, 2, 16, 16), x=(2, 2, 16), dt=(2, 2, 16), A=(2, 16, 16), B=(2, 1, 16), C=(2, 1, 16), D=(2, 16),
+    z=(2, 2, 16), dt_bias=(2, 16),
+)  # fmt: skip
+SELECTIVE_SCAN = dict(
+    u=(1, 8, 21), delta=(1, 8, 21), A=(8, 4), B=(1, 4, 21), C=(1, 4, 21), D=(8,), z=(1, 8, 21),
+    delta_bias=(8,), initial_state=(1, 8, 4),
+)  # fmt: skip
+
+CASES = (
+    *_cases(
+        "causal_conv1d_fn", causal_conv1d_fn, causal_conv1d_ref, CONV, differentiable=True,
+        activation="silu", return_final_states=True,
+    ),
+    *_cases(
+        "causal_conv1d_update", causal_conv1d_update, causal_conv1d_update_ref, CONV_UPDATE,
+        updates="conv_state", activation="silu",
+    ),
+    *_cases(
+        "mamba_chunk_scan_combined", mamba_chunk_scan_combined, _scan_recurrently, CHUNK_SCAN,
+        differentiable=True, chunk_size=16, dt_softplus=True, return_final_states=True,
+    ),
+    *_cases(
+        "rmsnorm_fn", rmsnorm_fn, rmsnorm_ref, dict(x=(3, 32), weight=(32,), bias=(32,), z=(3, 32)),
+        differentiable=True, group_size=16, norm_before_gate=False,
+    ),
+    *_cases(
+        "add_norm_fn", add_norm_fn, add_norm_ref,
+        dict(x=(3, 32), residual=(3, 32), weight=(32,), bias=(32,)),
+    ),
+    *_cases(
+        "selective_state_update", selective_state_update, selective_state_update_ref, STATE_UPDATE,
+        updates="state", dt_softplus=True,
+    ),
+    *_cases(
+        "selective_scan_fn", selective_scan_fn, selective_scan_ref, SELECTIVE_SCAN, differentiable=True,
+        delta_softplus=True, return_last_state=True,
+    ),
+    _decode_case("fused decode step", batch=2),
+    # Not bfloat16, which a CPU's linear layers keep in a layout of their own.
+    _decode_case("fused decode step, batch 16", batch=16, dtype=torch.float16),
+)  # fmt: skip
