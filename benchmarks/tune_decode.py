@@ -195,7 +195,9 @@ def candidates(shape: Shape, batch: int, kernel: str) -> list[Config]:
     if batch >= 4:
         tiles = [(32, 128, 5, 4), (64, 128, 4, 4), (64, 256, 3, 4), (32, 256, 4, 4)]
         if batch > 32:
-            tiles = [(32, 128, 4, 4), (64, 64, 6, 4), (64, 128, 3, 4), (128, 64, 5, 4), (128, 128, 4, 8)]
+            tiles = [(32, 128, 4, 4), (64, 64, 6, 4), (64, 128, 3, 4), (128, 128, 4, 8)]
+            if shape.d_model < 1024:
+                tiles = [(32, 128, 4, 4), (32, 64, 6, 4), (64, 64, 6, 4), (16, 128, 5, 4)]
         splits = {"out_proj": (1, 4, 8)}.get(kernel, (1,))
         for block_n, block_k, stages, warps in tiles[: 3 if kernel == "lm_head" else None]:
             for split in splits:
