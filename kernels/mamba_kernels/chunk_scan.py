@@ -12,6 +12,7 @@ part of the function.
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from mamba_kernels.backend import backend_for
 from mamba_kernels.checks import check, check_device, check_rank, check_shape
@@ -146,6 +147,7 @@ class _ChunkScan(torch.autograd.Function):
             )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout: torch.Tensor | None, dlast: torch.Tensor | None) -> tuple:
         from mamba_kernels.chunk_scan_bwd_triton import launch_backward
 
