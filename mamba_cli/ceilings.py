@@ -63,12 +63,11 @@ def synchronize(device: torch.device) -> None:
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of one run, the least of LOOKS after a warm-up."""
     runs = RUNS[device.type]
-    least = float("inf")
-    for look in range(LOOKS + 1):
+    seconds = []
+    for _ in range(1 + LOOKS):
         start = time.perf_counter()
         for _ in range(runs):
             run()
         synchronize(device)
-        if look:
-            least = min(least, (time.perf_counter() - start) / runs)
-    return least
+        seconds.append((time.perf_counter() - start) / runs)
+    return min(seconds[1:])
