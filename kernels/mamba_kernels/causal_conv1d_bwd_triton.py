@@ -25,6 +25,7 @@ from mamba_kernels.causal_conv1d_triton import (
     pointers,
     strides_of,
 )
+from mamba_kernels.triton_launch import stride_unit
 from mamba_kernels.triton_math import sigmoid
 
 
@@ -38,13 +39,17 @@ def _backward_kernel(
     stride_dxb, stride_dxd, stride_dxt, stride_dib, stride_did, stride_dit,
     WIDTH: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ_IDX: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    RUNS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRET: tl.constexpr,
+    RUNS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Program (batch, t_block, d_block), d_block fastest: RUNS runs of STEPS tokens, BLOCK_D channels.
 
     As forward, a tile (RUNS, BLOCK_D) walks down the tokens; row s is finished when g[s + WIDTH - 1] is
-    known, so a run goes WIDTH - 1 tokens past its end. The run of token 0 also finishes rows s < 0.
+    known, so a run goes WIDTH - 1 tokens past its end. The run of token 0 also finishes rows s < 0. x's
+    strides of batch and token come in UNIT elements (see stride_unit).
     """
+    stride_xb = tl.cast(stride_xb, tl.int64) * UNIT
+    stride_xt = tl.cast(stride_xt, tl.int64) * UNIT
     pid = tl.program_id(0)
     d_block = pid % d_blocks
     block = pid // d_blocks  # of (batch, t_block)
@@ -88,14 +93,15 @@ def _backward_kernel(
     if HAS_SEQ_IDX:
         last = tl.load(seq_idx + (seqlen - 1))
 
+    # Zeros for each: names that share their first value stay one value in the loop (Triton 3.6).
     g1 = tl.zeros((RUNS, BLOCK_D), tl.float32)
-    g2 = g1
-    g3 = g1
-    dw0 = g1
-    dw1 = g1
-    dw2 = g1
-    dw3 = g1
-    dbias = g1
+    g2 = tl.zeros((RUNS, BLOCK_D), tl.float32)
+    g3 = tl.zeros((RUNS, BLOCK_D), tl.float32)
+    dw0 = tl.zeros((RUNS, BLOCK_D), tl.float32)
+    dw1 = tl.zeros((RUNS, BLOCK_D), tl.float32)
+    dw2 = tl.zeros((RUNS, BLOCK_D), tl.float32)
+    dw3 = tl.zeros((RUNS, BLOCK_D), tl.float32)
+    dbias = tl.zeros((RUNS, BLOCK_D), tl.float32)
     dx = dx_ptr + b * stride_dxb + channel * stride_dxd + (start.to(tl.int64) - (WIDTH - 1)) * stride_dxt
     for i in tl.range(0, STEPS + WIDTH - 1, loop_unroll_factor=2):
         t = start + i
@@ -202,17 +208,19 @@ def causal_conv1d_bwd(
         config = config_for(batch, dim, seqlen, x.dtype)
     t_blocks = triton.cdiv(seqlen, config["RUNS"] * config["STEPS"])
     d_blocks = triton.cdiv(dim, config["BLOCK_D"])
+    unit = stride_unit(x.stride(0), x.stride(2))
     parts = torch.empty(batch * t_blocks, width + 1, dim, device=x.device, dtype=torch.float32)
     with torch.cuda.device_of(x):
         _backward_kernel[(batch * t_blocks * d_blocks,)](
             x, weight, *pointers(x, bias, seq_idx, initial_states), dout, *pointers(x, dfinal_states),
             dx, *pointers(x, dinitial), parts,
             dim, seqlen, t_blocks, d_blocks,
-            *x.stride(), *strides_of(initial_states), *dout.stride(), *strides_of(dfinal_states),
+            x.stride(0) // unit, x.stride(1), x.stride(2) // unit,
+            *strides_of(initial_states), *dout.stride(), *strides_of(dfinal_states),
             *dx.stride(), *strides_of(dinitial),
             WIDTH=width, SILU=silu, HAS_BIAS=bias is not None, HAS_SEQ_IDX=seq_idx is not None,
             HAS_INITIAL=initial_states is not None, HAS_FINAL=dfinal_states is not None,
-            INTERPRET=interpreting(), **config,
+            UNIT=unit, INTERPRET=interpreting(), **config,
         )  # fmt: skip
     total = parts.sum(0)
     dweight = total[:width].t().to(weight.dtype)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.backend import interpreting
+from mamba_kernels.triton_launch import stride_unit
 from mamba_kernels.triton_math import sigmoid
 
 
@@ -114,14 +115,18 @@ def _channel_last_kernel(
     stride_ob, stride_od, stride_ot, stride_fb, stride_fd, stride_ft,
     WIDTH: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ_IDX: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    RUNS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRET: tl.constexpr,
+    RUNS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Program (batch, t_block, d_block), d_block fastest: RUNS runs of STEPS tokens, BLOCK_D channels.
 
     A tile (RUNS, BLOCK_D) holds one token of each run, so that a thread keeps its channels for the whole
     run. The next 4 tokens are always on their way: with 8 bf16 channels a thread that is 64 bytes a
-    thread in flight, which is what hides the latency of memory.
+    thread in flight, which is what hides the latency of memory. x's strides of batch and
+    token come in UNIT elements (see stride_unit).
     """
+    stride_xb = tl.cast(stride_xb, tl.int64) * UNIT
+    stride_xt = tl.cast(stride_xt, tl.int64) * UNIT
     pid = tl.program_id(0)
     d_block = pid % d_blocks
     t_block = (pid // d_blocks) % t_blocks
@@ -310,12 +315,16 @@ def causal_conv1d_fwd(
         config = config_for(channel_last, batch, dim, seqlen, x.dtype)
     tokens = config["RUNS"] * config["STEPS"] if channel_last else config["BLOCK_T"]
     t_blocks, d_blocks = triton.cdiv(seqlen, tokens), triton.cdiv(dim, config["BLOCK_D"])
-    kernel = _channel_last_kernel if channel_last else _channel_first_kernel
+    kernel, unit = _channel_first_kernel, 1
+    if channel_last:
+        kernel, unit = _channel_last_kernel, stride_unit(x.stride(0), x.stride(2))
+        config = {**config, "UNIT": unit}
     with torch.cuda.device_of(x):
         kernel[(batch * t_blocks * d_blocks,)](
             x, weight, *pointers(x, bias, seq_idx, initial_states), out, *pointers(x, final_states),
             dim, seqlen, t_blocks, d_blocks,
-            *x.stride(), *strides_of(initial_states), *out.stride(), *strides_of(final_states),
+            x.stride(0) // unit, x.stride(1), x.stride(2) // unit,
+            *strides_of(initial_states), *out.stride(), *strides_of(final_states),
             WIDTH=weight.shape[1], SILU=silu, HAS_BIAS=bias is not None,
             HAS_SEQ_IDX=seq_idx is not None, HAS_INITIAL=initial_states is not None,
             HAS_FINAL=final_states is not None, INTERPRET=interpreting(), **config,

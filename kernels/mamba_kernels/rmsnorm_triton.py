@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.backend import interpreting
+from mamba_kernels.triton_launch import stride_unit
 from mamba_kernels.triton_math import sigmoid
 
 
@@ -19,9 +20,14 @@ def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, z_ptr, y_ptr,
     rows, size, eps, stride_xr, stride_zr, stride_yr,
     HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, NORM_BEFORE_GATE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRET: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Program (row block, group): a tile (ROWS, BLOCK_N) of the `size` features of one group."""
+    """Program (row block, group): a tile (ROWS, BLOCK_N) of the `size` features of one group.
+
+    The strides of x and z come in UNIT elements (see stride_unit).
+    """
+    stride_xr = tl.cast(stride_xr, tl.int64) * UNIT
+    stride_zr = tl.cast(stride_zr, tl.int64) * UNIT
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     feature = tl.program_id(1) * size + n
@@ -49,14 +55,17 @@ def _backward_kernel(
     rows, size, width, steps, eps,
     stride_dyr, stride_xr, stride_zr, stride_dxr, stride_dzr,
     HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, NORM_BEFORE_GATE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRET: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Program (part, group): `steps` tiles (ROWS, BLOCK_N) of one group, the parts' rows interleaved.
 
     With h = u / rms(u) the normalised row and g the gradient that reaches h * weight + bias:
     du = (weight * g - h * mean(h * weight * g)) / rms(u); dweight sums h * g, dbias sums g. Each part
-    writes its own sums, (parts, 2, width), for torch to add in a fixed order.
+    writes its own sums, (parts, 2, width), for torch to add in a fixed order. The strides of x and z come
+    in UNIT elements (see stride_unit).
     """
+    stride_xr = tl.cast(stride_xr, tl.int64) * UNIT
+    stride_zr = tl.cast(stride_zr, tl.int64) * UNIT
     part = tl.program_id(0)
     parts = tl.num_programs(0)
     n = tl.arange(0, BLOCK_N)[None, :]
@@ -169,12 +178,14 @@ def rmsnorm_fwd(
     rows, width = x.shape
     y = x.new_empty(rows, width)
     config = config or config_for(rows, group_size)
+    stride_x, stride_z = x.stride(0), 0 if z is None else z.stride(0)
+    unit = stride_unit(stride_x, stride_z)
     with torch.cuda.device_of(x):
         _forward_kernel[(triton.cdiv(rows, config["ROWS"]), width // group_size)](
             x, weight, x if bias is None else bias, x if z is None else z, y,
-            rows, group_size, eps, x.stride(0), 0 if z is None else z.stride(0), width,
+            rows, group_size, eps, stride_x // unit, stride_z // unit, width,
             HAS_BIAS=bias is not None, HAS_Z=z is not None, NORM_BEFORE_GATE=norm_before_gate,
-            INTERPRET=interpreting(), **config,
+            UNIT=unit, INTERPRET=interpreting(), **config,
         )  # fmt: skip
     return y
 
@@ -197,15 +208,17 @@ def rmsnorm_bwd(
     dz = None if z is None else z.new_empty(rows, width)
     config = dict(config or backward_config_for(rows, group_size, groups))
     parts = config.pop("PARTS")
+    stride_x, stride_z = x.stride(0), 0 if z is None else z.stride(0)
+    unit = stride_unit(stride_x, stride_z)
     sums = torch.empty(parts, 2, width, device=x.device, dtype=torch.float32)
     with torch.cuda.device_of(x):
         _backward_kernel[(parts, groups)](
             dy, x, weight, x if bias is None else bias, x if z is None else z,
             dx, dx if dz is None else dz, sums,
             rows, group_size, width, triton.cdiv(rows, parts * config["ROWS"]), eps,
-            dy.stride(0), x.stride(0), 0 if z is None else z.stride(0), width, width,
+            dy.stride(0), stride_x // unit, stride_z // unit, width, width,
             HAS_BIAS=bias is not None, HAS_Z=z is not None, NORM_BEFORE_GATE=norm_before_gate,
-            INTERPRET=interpreting(), **config,
+            UNIT=unit, INTERPRET=interpreting(), **config,
         )  # fmt: skip
     dweight, dbias = sums.sum(0)
     return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype), dz
