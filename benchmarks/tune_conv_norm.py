@@ -39,6 +39,8 @@ from mamba_kernels.rmsnorm import add_norm_ref, rmsnorm_ref
 Config = dict[str, Any]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 L2_BYTES = 60 * 2**20
+# By conv_dim, of the 130m and the 2.7b model: in_proj's columns, and where those of the convolution start.
+IN_PROJ = {1792: (3352, 1536), 5376: (10576, 5120)}
 TOLERANCE = 1e-2  # relative RMS error in bfloat16, whose rounding alone gives 2e-3
 
 
@@ -71,7 +73,8 @@ def convolution(batch: int, dim: int, seqlen: int, candidates: list[Config], fir
         if first:
             x = random(batch, dim, seqlen)
         else:  # as the model has it: columns of in_proj's output
-            x = random(batch, seqlen, 2 * dim)[..., dim:].transpose(1, 2)
+            columns, start = IN_PROJ.get(dim, (2 * dim, dim))
+            x = random(batch, seqlen, columns)[..., start : start + dim].transpose(1, 2)
         return x, random(dim, 4), random(dim)
 
     return Case(
@@ -121,7 +124,8 @@ def convolution_step(batch: int, dim: int, candidates: list[Config]) -> Case:
 
 def gated_norm(rows: int, width: int, candidates: list[Config], backward=False) -> Case:
     def make() -> tuple:
-        z = random(rows, 2 * width)[:, :width]
+        columns = {start: columns for columns, start in IN_PROJ.values()}.get(width, 2 * width)
+        z = random(rows, columns)[:, :width]
         return random(rows, width), random(width), z, random(rows, width)
 
     def run(a: tuple, config: Config | None) -> Any:
