@@ -36,7 +36,8 @@ class Measurement:
     phase: "prefill", the reading of a prompt from no state until the last position's logits are there;
     or "decode", `generate` steps of the loop of mamba_cli.decoding after such a prompt, greedy, each
     token read back. generate is 0 for prefill. seconds: of each repetition. work: of one repetition.
-    peak_memory: bytes, in the sense of machine.PEAK_MEMORY, warm-up and capture of graphs included.
+    peak_memory: bytes, in the sense of machine.PEAK_MEMORY, warm-up and capture of graphs included, and
+    for decode the copy of the state that the next repetition starts from.
     """
 
     phase: str
@@ -137,8 +138,11 @@ class _Prefill:
 
     lm: LanguageModel
     ids: torch.Tensor
+    logits: torch.Tensor | None = None
+    state: State | None = None
 
     def __call__(self) -> float:
+        self.logits = self.state = None  # two states at a time would be counted as memory that it takes
         start = time.perf_counter()
         self.logits, self.state = self.lm.prefill(self.ids)
         synchronize(self.lm.device)
