@@ -7,8 +7,10 @@ from mamba_cli.config import ModelConfig
 from mamba_cli.linear import Linear
 from mamba_cli.state import SSMState
 from mamba_cli.weights import Weights
+from mamba_kernels.backend import backend_for
 from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_kernels.chunk_scan import mamba_chunk_scan_combined
+from mamba_kernels.decode_cpu import MixerStep
 from mamba_kernels.rmsnorm import rmsnorm_fn
 from mamba_kernels.selective_state_update import selective_state_update
 
@@ -28,6 +30,18 @@ class Mamba2Mixer:
         self.D = D.unflatten(0, (config.nheads, config.headdim)) if config.D_has_hdim else D
         self.norm_weight = weights("norm.weight") if config.rmsnorm else None
         self.out_proj = Linear(weights("out_proj.weight"), weights.optional("out_proj.bias"))
+        self.torch_step = MixerStep(
+            self.conv_weight,
+            self.conv_bias,
+            self.dt_bias,
+            self.A,
+            self.D,
+            self.norm_weight,
+            ngroups=config.ngroups,
+            dt_limit=config.dt_limit,
+            eps=config.gated_norm_eps,
+            norm_before_gate=config.norm_before_gate,
+        )
 
     def prefill(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
         """Read seqlen tokens; `state` is updated in place."""
@@ -65,6 +79,9 @@ class Mamba2Mixer:
         """Read one token, u (batch, d_model); `state` is updated in place."""
         config = self.config
         z0, x0, z, xBC, dt = self._split(self.in_proj(u))
+        if backend_for(u.device) == "torch":
+            y = self.torch_step(z, xBC, dt, state.conv, state.ssm).to(u.dtype)
+            return self.out_proj(self._beside_mlp(y, z0, x0))
         conv = causal_conv1d_update(xBC, state.conv, self.conv_weight, self.conv_bias, "silu")
         x, B, C = self._split_conv(conv)
         dt = F.softplus(dt + self.dt_bias).clamp(*config.dt_limit)
@@ -83,7 +100,8 @@ class Mamba2Mixer:
 
     def _split(self, zxbcdt: torch.Tensor) -> tuple[torch.Tensor, ...]:
         config = self.config
-        return zxbcdt.split((config.d_mlp, config.d_mlp, config.d_ssm, config.conv_dim, config.nheads), -1)
+        widths = (config.d_mlp, config.d_mlp, config.d_ssm, config.conv_dim, config.nheads)
+        return zxbcdt.split_with_sizes(widths, -1)
 
     def _split_conv(self, conv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         config = self.config
@@ -108,7 +126,10 @@ class Mamba2Mixer:
                 group_size=config.d_ssm // config.ngroups,
                 norm_before_gate=config.norm_before_gate,
             )
-        return torch.cat([F.silu(z0) * x0, y], -1) if config.d_mlp else y
+        return self._beside_mlp(y, z0, x0)
+
+    def _beside_mlp(self, y: torch.Tensor, z0: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
+        return torch.cat([F.silu(z0) * x0, y], -1) if self.config.d_mlp else y
 
 
 def advance_window(window: torch.Tensor, x: torch.Tensor) -> None:

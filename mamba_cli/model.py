@@ -10,6 +10,8 @@ from mamba_cli.mamba1 import Mamba1Mixer
 from mamba_cli.mamba2 import Mamba2Mixer
 from mamba_cli.state import State
 from mamba_cli.weights import Weights
+from mamba_kernels.backend import backend_for
+from mamba_kernels.decode_cpu import RMSNorm
 from mamba_kernels.rmsnorm import add_norm_fn
 
 
@@ -72,10 +74,15 @@ class Norm:
         self.config = config
         self.weight = weights("weight")
         self.bias = weights.optional("bias")
+        plain = config.rms_norm and config.residual_in_fp32
+        self.torch_norm = RMSNorm(self.weight, config.norm_eps) if plain else None
 
     def __call__(
         self, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.torch_norm is not None and backend_for(hidden.device) == "torch":
+            residual = hidden.to(self.weight.dtype) if residual is None else residual + hidden
+            return self.torch_norm(residual).to(hidden.dtype), residual
         return add_norm_fn(
             hidden,
             residual,
