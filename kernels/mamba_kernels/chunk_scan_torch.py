@@ -174,13 +174,14 @@ def ssd_chunked(
     state: torch.Tensor,
     runs: torch.Tensor | None,
     block: int = 64,
-    blocks: int = 8,
+    blocks: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The chunked form for a CPU, without autograd: few operations, each over `blocks` chunks at once.
 
     What it costs beside the matrix products is passes over memory and conversions: torch's operations
     on mixed dtypes convert through temporaries, so each operation here keeps to one dtype; buffers
-    hold block * blocks tokens whatever the sequence's length, and stay in the cache.
+    hold block * blocks tokens whatever the sequence's length, small enough to stay in the cache and to
+    be handed out again by the allocator without page faults.
 
     block 64 balances the exponentials (block per token and head) against passing the state on (one pass
     a block). y comes in x's dtype, the state in its own.
@@ -238,12 +239,13 @@ def _scan_blocks(x, dt, B, C, y, A, D, state, run, previous) -> None:
 
     weighted = x * onward.transpose(1, 2).to(narrow)[..., None]
     weighted = weighted.reshape(chunks, q, ngroups, -1).permute(0, 2, 3, 1)
-    steps = torch.matmul(weighted, B).view(chunks, nheads, headdim * d_state).to(state.dtype)
-    entering = torch.empty_like(steps, dtype=narrow)
+    steps = torch.matmul(weighted, B).view(chunks, nheads, headdim * d_state)
+    entering = torch.empty_like(steps)
     flat = state.view(nheads, headdim * d_state)
+    step = torch.empty_like(flat)
     for k in range(chunks):
         entering[k].copy_(flat)
-        torch.addcmul(steps[k], flat, into[k, :, -1:], out=flat)
+        torch.addcmul(step.copy_(steps[k]), flat, into[k, :, -1:], out=flat)
 
     outer = torch.matmul(C, entering.view(chunks, ngroups, -1, d_state).transpose(-1, -2))
     outer = outer.transpose(1, 2).reshape(x.shape)
