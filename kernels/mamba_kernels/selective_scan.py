@@ -102,7 +102,7 @@ def selective_scan_fn(
     Raises:
         ValueError: a shape, dtype or device is not as said above; the message names the argument.
     """
-    inputs = _checked(
+    inputs = checked(
         u, delta, A, B, C, D, z, delta_bias, deltaA, initial_state, delta_softplus, discretization
     )
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
@@ -129,7 +129,7 @@ def selective_scan_ref(
     initial_state: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """selective_scan_fn as the equation reads, a step for each token; autograd differentiates it."""
-    inputs = _checked(
+    inputs = checked(
         u, delta, A, B, C, D, z, delta_bias, deltaA, initial_state, delta_softplus, discretization
     )
     wide = {name: tensor.to(inputs.wide(tensor.dtype)) for name, tensor in inputs.given().items()}
@@ -236,7 +236,7 @@ def _backend(inputs: ScanInputs) -> str:
     return backend_for(inputs.u.device)
 
 
-def _checked(
+def checked(
     u: torch.Tensor,
     delta: torch.Tensor,
     A: torch.Tensor,
