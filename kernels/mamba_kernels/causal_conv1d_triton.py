@@ -122,8 +122,8 @@ def _channel_last_kernel(
 
     A tile (RUNS, BLOCK_D) holds one token of each run, so that a thread keeps its channels for the whole
     run. The next 4 tokens are always on their way: with 8 bf16 channels a thread that is 64 bytes a
-    thread in flight, which is what hides the latency of memory. x's strides of batch and
-    token come in UNIT elements (see stride_unit).
+    thread in flight, which is what hides the latency of memory. x's strides of batch and token come in
+    UNIT elements (see stride_unit).
     """
     stride_xb = tl.cast(stride_xb, tl.int64) * UNIT
     stride_xt = tl.cast(stride_xt, tl.int64) * UNIT
