@@ -118,7 +118,7 @@ def mamba_inner_fn(
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             return _MambaInner.apply(options, out_proj_weight, out_proj_bias, *tensors)
         out, _, _ = scan_forward(_scan_inputs(tensors, options, causal_conv1d_fn), save_starts=False)
-    return F.linear(out.transpose(1, 2), out_proj_weight, out_proj_bias)
+    return _out_proj(out, out_proj_weight, out_proj_bias)
 
 
 def mamba_inner_ref(
@@ -189,7 +189,7 @@ class _MambaInner(torch.autograd.Function):
             inputs = _scan_inputs(_Tensors(*tensors), options, causal_conv1d_fn)
         out, _, starts = scan_forward(inputs, save_starts=True)
         ctx.save_for_backward(out_proj_weight, out_proj_bias, starts, *tensors)
-        return F.linear(out.transpose(1, 2), out_proj_weight, out_proj_bias)
+        return _out_proj(out, out_proj_weight, out_proj_bias)
 
     @staticmethod
     @once_differentiable
@@ -199,7 +199,7 @@ class _MambaInner(torch.autograd.Function):
         with use_backend(ctx.backend), torch.autocast(**ctx.autocast):
             kept = ctx.options.checkpoint_lvl == 0
             leaves, inputs = ctx.graph if kept else _graph(tensors, needed, ctx.options)
-            dy = out_proj_weight.t() @ dout.transpose(1, 2)
+            dy = _times(out_proj_weight.t(), dout.transpose(1, 2))
             values = {name: tensor.detach() for name, tensor in inputs.given().items()}
             grads, y = scan_backward(inputs._replace(**values), starts, dy, None, save_out=True)
             dout_proj_weight = torch.einsum("ble,bdl->ed", dout, y)
@@ -233,7 +233,7 @@ def _scan_inputs(tensors: _Tensors, options: _Options, conv1d: Callable[..., tor
     """Go from xz to the scan. Tokens stay the last axis: a product with a weight needs no transpose."""
     x, z = tensors.xz.chunk(2, dim=1)
     x = conv1d(x, tensors.conv1d_weight.squeeze(1), tensors.conv1d_bias, activation="silu")
-    dt, *projected = (tensors.x_proj_weight @ x).split(_rows(tensors), dim=1)
+    dt, *projected = _times(tensors.x_proj_weight, x).split(_rows(tensors), dim=1)
     B = tensors.B if tensors.B is not None else projected.pop(0)
     C = tensors.C if tensors.C is not None else projected.pop(0)
     if tensors.B is None:
@@ -245,13 +245,24 @@ def _scan_inputs(tensors: _Tensors, options: _Options, conv1d: Callable[..., tor
     before = weight is None or weight.shape[0] == dt.shape[1]
     if before and (options.rms_all or weight is not None):
         dt = _rms_norm(dt, weight, options.rms_eps)
-    delta = tensors.delta_proj_weight @ dt
+    delta = _times(tensors.delta_proj_weight, dt)
     if not before:
         delta = _rms_norm(delta, weight, options.rms_eps)
     return checked(
         x, delta, tensors.A, B, C, tensors.D, z, tensors.delta_bias, tensors.deltaA, None,
         options.delta_softplus, options.discretization,
     )  # fmt: skip
+
+
+def _times(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weight @ x, (m, n) @ (batch, n, seqlen), as a batched product: one by `weight` itself may copy x."""
+    return weight.expand(x.shape[0], -1, -1) @ x
+
+
+def _out_proj(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Project y (batch, dim, seqlen) to (batch, seqlen, d_model), contiguous."""
+    out = y.transpose(1, 2) @ weight.t().expand(y.shape[0], -1, -1)
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 def _finish(
