@@ -43,7 +43,9 @@ def options(names: str, *rows: tuple[int, ...]) -> list[Config]:
 
 # For each BLOCK, the variants that are compiled apart; the first of each list is where tuning starts.
 STATES = {
-    128: options("BLOCK_P num_warps num_stages", (64, 8, 3), (64, 4, 2), (32, 4, 3), (32, 8, 3), (64, 8, 2)),
+    128: options(
+        "BLOCK_P num_warps num_stages", (64, 8, 3), (64, 4, 3), (64, 4, 2), (32, 4, 2), (32, 8, 2), (64, 8, 2)
+    ),
     64: options("BLOCK_P num_warps num_stages", (64, 4, 3), (64, 8, 3), (32, 4, 4), (32, 4, 2), (64, 4, 2)),
     32: options("BLOCK_P num_warps num_stages", (64, 4, 3)),
     16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
@@ -139,14 +141,14 @@ def cases(smoke: bool) -> dict[str, Case]:
         return {"forward": Case(**tiny, backward=False), "backward": Case(**tiny, backward=True)}
     return {
         "forward 80 heads, 8192": Case(
-            8192, 80, False, [128, 64], [10, 5, 16, 20, 40], [1, 2], target="peer 650, must 400, aim 220"
+            8192, 80, False, [128, 64], [40, 20, 10, 5], [1, 2], target="peer 650, must 400, aim 220"
         ),
-        "forward 80 heads, 512": Case(512, 80, False, [128, 64], [2, 1, 4, 8], [1, 2]),
-        "forward 80 heads, 2048": Case(2048, 80, False, [128, 64], [4, 2, 8, 16], [1, 2]),
+        "forward 80 heads, 512": Case(512, 80, False, [128, 64], [3, 1, 2, 5, 8], [1, 2]),
+        "forward 80 heads, 2048": Case(2048, 80, False, [128, 64], [10, 5, 4, 20], [1, 2]),
         "forward 24 heads, 32768": Case(32768, 24, False, [128, 64], [12, 6, 24], [1, 2, 4, 8, 16]),
         "forward 24 heads, 512": Case(512, 24, False, [128, 64], [1, 2, 4], [1, 2]),
         "backward 80 heads, 8192": Case(
-            8192, 80, True, [64, 32], [20, 10, 40, 80], [1, 2], target="peer 2630, must 1800, aim 1000"
+            8192, 80, True, [64, 32], [80, 40, 20, 10], [1, 2], target="peer 2630, must 1800, aim 1000"
         ),
     }
 

@@ -322,20 +322,21 @@ def test_the_tail_of_a_long_sequence_equals_its_parts(device, seqlen):
     torch.testing.assert_close(state, start, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("seqlen", [70, 300])
-def test_segments_of_a_long_row_chain_to_the_same_result(device, nan_filled_empty, seqlen):
-    from mamba_kernels import chunk_scan_fwd_triton as forward
+@pytest.mark.parametrize("segments", [2, 3, 7])
+def test_segments_of_a_long_row_chain_to_the_same_result(device, nan_filled_empty, segments):
+    from mamba_kernels.chunk_scan_fwd_triton import launch_forward
 
-    args = make_inputs(device, (2, seqlen, 2, 8, 1, 16), z=None)
-    expected = recurrence(args)
+    # Five blocks: segments of unlike lengths, and with 7 some of none.
+    args = make_inputs(device, (1, 70, 2, 8, 1, 16), z=None)
     inputs = [args[k] for k in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")]
-    limits = forward.device_limits(device)
-    for segments in (2, 5, 30):
-        config = forward.config_for(2, seqlen, 2, 8, 1, 16, torch.float32, limits)
-        config["states"]["segments"] = segments
-        out = forward.launch_forward(*inputs, None, None, True, (0.0, float("inf")), config)
-        for a, b in zip(out, expected, strict=True):
-            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    config = {
+        "BLOCK": 16,
+        "states": {"BLOCK_P": 16, "segments": segments, "num_warps": 4, "num_stages": 1},
+        "output": {"BLOCK_P": 16, "heads": 1, "num_warps": 4, "num_stages": 1},
+    }
+    out = launch_forward(*inputs, None, None, True, (0.0, float("inf")), config)
+    for result, expected in zip(out, recurrence(args), strict=True):
+        torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("memory", [64 << 10, 99 << 10, 227 << 10])
@@ -386,3 +387,11 @@ def test_varlen_states_ask_for_the_bounds():
     args = make_inputs("cpu", (1, 9, 4, 8, 2, 16), return_varlen_states=True)
     with pytest.raises(ValueError, match=r"^cu_seqlens: expected "):
         scan(args)
+
+
+def test_programs_fill_the_processors_evenly():
+    from mamba_kernels.chunk_scan_states_triton import choose_heads
+
+    assert choose_heads(64, 80, 132) == 40  # 128 programs, one round
+    assert choose_heads(4, 80, 132) == 3  # 108 programs, one round
+    assert choose_heads(1000, 80, 132) == 80  # many rounds: as few programs as can be

@@ -117,10 +117,10 @@ def test_strong_decay_gives_finite_gradients_at_every_tail(backend, device, seql
         torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("lengths", [(5, 20, 3), (16, 17, 1)])
+@pytest.mark.parametrize("lengths", [(5, 12, 3), (16, 17, 1)])
 def test_no_gradient_crosses_packed_sequences(backend, device, nan_filled_empty, lengths):
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    args = make_inputs(device, (2, sum(lengths), 4, 8, 2, 16), seq_idx=ids.expand(2, -1))
+    args = make_inputs(device, (1, sum(lengths), 2, 8, 2, 16), seq_idx=ids[None])
     check_gradients(args)
     leaf = args["x"].clone().requires_grad_()
     scan(**{**args, "x": leaf})[0][:, -1].sum().backward()
@@ -136,7 +136,7 @@ def test_gradients_of_sequences_packed_by_bounds(backend, device, nan_filled_emp
 
 
 def test_gradients_are_the_same_bits_each_time(backend, device):
-    args = make_inputs(device, (2, 40, 4, 8, 1, 16))
+    args = make_inputs(device, (1, 40, 2, 8, 1, 16))
     first, second = gradients(scan, args), gradients(scan, args)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -145,7 +145,7 @@ def test_gradients_sum_over_programs_and_tiles(device, nan_filled_empty):
     """Several tiles of headdim, several programs a group and several segments add up to the same."""
     from mamba_kernels import chunk_scan_bwd_triton as backward
 
-    args = make_inputs(device, (2, 40, 6, 40, 2, 16), return_final_states=False)
+    args = make_inputs(device, (1, 40, 4, 24, 2, 16), return_final_states=False)
     expected = gradients(ssd_recurrent_ref, to_float64(args))
     names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
     out = scan(**args)
@@ -153,7 +153,7 @@ def test_gradients_sum_over_programs_and_tiles(device, nan_filled_empty):
     config = {
         "BLOCK": 16,
         "states": {"BLOCK_P": 32, "segments": 3, "num_warps": 4, "num_stages": 1},
-        "gradients": {"BLOCK_P": 16, "heads": 2, "num_warps": 4, "num_stages": 1},
+        "gradients": {"BLOCK_P": 16, "heads": 1, "num_warps": 4, "num_stages": 1},
     }
     inputs = [args[name] for name in names]
     result = backward.launch_backward(dout, None, *inputs, None, None, True, (0.0, float("inf")), config)

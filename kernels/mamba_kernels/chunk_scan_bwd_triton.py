@@ -14,6 +14,7 @@ import triton.language as tl
 from mamba_kernels.chunk_scan_states_triton import (
     COUNTS,
     Limits,
+    choose_heads,
     choose_segments,
     device_limits,
     dot_dtype,
@@ -281,11 +282,9 @@ def config_for(
     else:
         raise too_large(d_state, dtype, limits)
     row_blocks = triton.cdiv(seqlen, block)
-    programs = rows * nheads * triton.cdiv(headdim, block_p)
-    segments = choose_segments(row_blocks, programs, limits.processors)
-    # As many heads a program as leave four programs a processor: each part of a group costs a copy of
-    # dB and dC in float32.
-    heads = min(nheads // ngroups, max(1, programs * row_blocks // (4 * limits.processors)))
+    ptiles = triton.cdiv(headdim, block_p)
+    segments = choose_segments(row_blocks, rows * nheads * ptiles, limits.processors)
+    heads = choose_heads(rows * row_blocks * ptiles * ngroups, nheads // ngroups, limits.processors)
     return {
         "BLOCK": block,
         "states": {"BLOCK_P": block_p, "segments": segments, "num_warps": states[0], "num_stages": states[1]},

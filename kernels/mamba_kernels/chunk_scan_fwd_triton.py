@@ -11,6 +11,7 @@ import triton.language as tl
 from mamba_kernels.chunk_scan_states_triton import (
     COUNTS,
     Limits,
+    choose_heads,
     choose_segments,
     device_limits,
     dot_dtype,
@@ -145,10 +146,9 @@ def config_for(
     else:
         raise too_large(d_state, dtype, limits)
     row_blocks = triton.cdiv(seqlen, block)
-    programs = rows * nheads * triton.cdiv(headdim, block_p)
-    segments = choose_segments(row_blocks, programs, limits.processors)
-    # Enough programs for two rounds of all processors, then as many heads a program as share B and C.
-    heads = min(16, nheads // ngroups, max(1, programs * row_blocks // (2 * limits.processors)))
+    ptiles = triton.cdiv(headdim, block_p)
+    segments = choose_segments(row_blocks, rows * nheads * ptiles, limits.processors)
+    heads = choose_heads(rows * row_blocks * ptiles * ngroups, nheads // ngroups, limits.processors)
     return {
         "BLOCK": block,
         "states": {"BLOCK_P": block_p, "segments": segments, "num_warps": states[0], "num_stages": states[1]},

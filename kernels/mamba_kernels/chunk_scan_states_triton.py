@@ -13,6 +13,7 @@ segments, walked at the same time: first each is summarised from a zero state, t
 chained, then each is walked again from its true start.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -279,11 +280,11 @@ class Limits:
     processors: int
 
 
+@functools.cache
 def device_limits(device: torch.device) -> Limits:
     if device.type != "cuda":
         return Limits(1 << 30, 1)  # the interpreter
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     return Limits(properties["max_shared_mem"], properties["multiprocessor_count"])
 
 
@@ -337,6 +338,18 @@ def choose_segments(row_blocks: int, programs: int, processors: int) -> int:
     if 2 * programs > processors:
         return 1
     return max(1, min(row_blocks // 8, triton.cdiv(2 * processors, programs)))
+
+
+def choose_heads(blocks: int, group_heads: int, processors: int) -> int:
+    """How many heads of a group a program takes, where `blocks` programs share the group's B and C.
+
+    The fewest rounds of all processors, each as long as its heads and what a program does before them,
+    which costs about as much as two heads. Where that leaves a choice, more heads: fewer programs.
+    """
+    return min(
+        range(group_heads, 0, -1),
+        key=lambda heads: triton.cdiv(blocks * triton.cdiv(group_heads, heads), processors) * (heads + 2),
+    )
 
 
 def launch_decays(
