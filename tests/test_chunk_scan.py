@@ -390,7 +390,7 @@ def test_varlen_states_ask_for_the_bounds():
 
 
 def test_programs_fill_the_processors_evenly():
-    from mamba_kernels.chunk_scan_states_triton import choose_heads
+    from mamba_kernels.chunk_scan_blocks_triton import choose_heads
 
     assert choose_heads(64, 80, 132) == 40  # 128 programs, one round
     assert choose_heads(4, 80, 132) == 3  # 108 programs, one round

@@ -67,7 +67,7 @@ def mamba_chunk_scan_combined(
             (num_sequences, nheads, headdim, d_state).
 
     Returns y as x, and the states asked for, in float32, in the order final, varlen. Differentiable in
-    every floating-point argument. The arguments may be views of any strides; none is copied.
+    every floating-point argument. The activations may be views of any strides; none is copied.
 
     Raises ValueError naming the argument whose shape, dtype or device does not fit.
     """
@@ -136,6 +136,8 @@ class _ChunkScan(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from mamba_kernels.chunk_scan_fwd_triton import launch_forward
 
+        A = A.contiguous()
+        dt_bias = dt_bias.contiguous() if dt_bias is not None else None
         ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial_states, runs, cu_seqlens)
         ctx.dt_softplus, ctx.dt_limit = dt_softplus, dt_limit
         ctx.set_materialize_grads(False)

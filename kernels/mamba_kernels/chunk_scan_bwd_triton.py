@@ -11,15 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from mamba_kernels.chunk_scan_states_triton import (
+from mamba_kernels.chunk_scan_blocks_triton import (
     COUNTS,
     Limits,
     choose_heads,
     choose_segments,
     device_limits,
     dot_dtype,
-    launch_decays,
-    launch_states,
     load_run,
     load_tile,
     locate,
@@ -27,11 +25,11 @@ from mamba_kernels.chunk_scan_states_triton import (
     pack,
     pad_to_dot,
     row_of_block,
-    softplus,
     strides,
     tl_dtype,
     too_large,
 )
+from mamba_kernels.chunk_scan_states_triton import launch_decays, launch_states, softplus
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -1,8 +1,6 @@
 """Triton kernels that both directions of the SSD scan share: step sizes, and the states between blocks.
 
-The scan cuts each row into blocks of BLOCK tokens. A row is one sequence: an entry of the batch, or with
-cu_seqlens a part of the one packed entry; its blocks start at its first token. Blocks of all rows are
-numbered through, and what belongs to a block is stored by that number, padded to BLOCK tokens:
+What they leave for each block (see `chunk_scan_blocks_triton`), padded to BLOCK tokens:
 
     steps    (blocks, nheads, BLOCK) fp32   dt after bias, softplus and limits; 0 past the row's end
     decays   (blocks, nheads, BLOCK) fp32   a = cumsum(dt A) / ln 2 inside the block, so exp(.) is exp2(.)
@@ -13,96 +11,24 @@ segments, walked at the same time: first each is summarised from a zero state, t
 chained, then each is walked again from its true start.
 """
 
-import functools
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from mamba_kernels.backend import interpreting
+from mamba_kernels.chunk_scan_blocks_triton import (
+    COUNTS,
+    Packing,
+    load_run,
+    load_tile,
+    locate,
+    offset_dtype,
+    pad_to_dot,
+    row_of_block,
+    strides,
+    tl_dtype,
+)
 
-# Arguments that count: whether one is a multiple of 16 is no reason to compile a kernel again.
-COUNTS = [
-    "rows", "seqlen", "row_blocks", "blocks", "segments", "ptiles",
-    "nheads", "ngroups", "group_heads", "program_heads",
-]  # fmt: skip
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How rows lie in the batch, and how they are cut into blocks."""
-
-    rows: int
-    seqlen: int  # tokens of a row; with cu_seqlens, of the packed entry
-    block: int
-    cu_seqlens: torch.Tensor | None  # (rows + 1,) int32
-    block_offsets: torch.Tensor | None  # (rows + 1,) int32, number of the first block of each row
-    block_rows: torch.Tensor | None  # (blocks,) int32, the row of each block; `rows` for a block of none
-
-    @property
-    def row_blocks(self) -> int:
-        """Blocks of a row; with cu_seqlens, of the longest row there can be."""
-        return triton.cdiv(self.seqlen, self.block)
-
-    @property
-    def blocks(self) -> int:
-        if self.block_rows is not None:
-            return self.block_rows.numel()
-        return self.rows * self.row_blocks
-
-    @property
-    def args(self) -> tuple:
-        """What `row_of_block` and `locate` take, in their order."""
-        return (self.rows, self.seqlen, self.row_blocks, self.cu_seqlens, self.block_offsets, self.block_rows)
-
-
-def pack(batch: int, seqlen: int, cu_seqlens: torch.Tensor | None, block: int) -> Packing:
-    if cu_seqlens is None:
-        return Packing(batch, seqlen, block, None, None, None)
-    # On the device throughout: the lengths are never read back. As each row may end in a part of a
-    # block, there can be as many blocks beyond seqlen / block as there are rows.
-    rows = cu_seqlens.numel() - 1
-    counts = (cu_seqlens.diff() + (block - 1)) // block
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    numbers = torch.arange(seqlen // block + rows, device=cu_seqlens.device, dtype=torch.int32)
-    block_rows = torch.searchsorted(offsets[1:], numbers, right=True, out_int32=True)
-    return Packing(rows, seqlen, block, cu_seqlens.to(torch.int32), offsets, block_rows)
-
-
-@triton.jit
-def row_of_block(block, row_blocks, block_rows, VARLEN: tl.constexpr):
-    if VARLEN:
-        return tl.load(block_rows + block)
-    else:
-        return block // row_blocks
-
-
-@triton.jit
-def locate(row, seqlen, row_blocks, cu_seqlens, block_offsets, VARLEN: tl.constexpr):
-    """Batch entry, first token, number of tokens, first block and number of blocks of a row."""
-    row = row.to(tl.int64)
-    if VARLEN:
-        start = tl.load(cu_seqlens + row).to(tl.int64)
-        length = tl.load(cu_seqlens + row + 1) - start
-        first = tl.load(block_offsets + row).to(tl.int64)
-        return row * 0, start, length, first, tl.load(block_offsets + row + 1) - first
-    else:
-        return row, row * 0, seqlen + row * 0, row * row_blocks, row_blocks + row * 0
-
-
-@triton.jit
-def load_tile(base, rows, stride_row, limit_row, cols, stride_col, limit_col):
-    """The tile base[rows, cols]; 0 at and past the limits."""
-    mask = (rows[:, None] < limit_row) & (cols[None, :] < limit_col)
-    return tl.load(base + rows[:, None] * stride_row + cols[None, :] * stride_col, mask=mask, other=0.0)
-
-
-@triton.jit
-def load_run(runs, token, length):
-    """Which packed sequence of its row the tokens belong to; -1 past the end."""
-    return tl.load(runs + token, mask=token < length, other=-1)
 
 
 @triton.jit
@@ -270,86 +196,6 @@ def _chain_kernel(
         factor = tl.load(factors + number)
         tl.store(ptrs, state, mask=offset < size)
         state = state * factor + summary
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a launch may use: bytes of shared memory a program, and how many multiprocessors there are."""
-
-    shared_memory: int
-    processors: int
-
-
-@functools.cache
-def device_limits(device: torch.device) -> Limits:
-    if device.type != "cuda":
-        return Limits(1 << 30, 1)  # the interpreter
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return Limits(properties["max_shared_mem"], properties["multiprocessor_count"])
-
-
-def too_large(d_state: int, dtype: torch.dtype, limits: Limits) -> ValueError:
-    return ValueError(
-        f"d_state: expected blocks that fit in {limits.shared_memory} bytes of shared memory,"
-        f" got {d_state} in {dtype}"
-    )
-
-
-def dot_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """The dtype of the matrix products' operands: the widest of the tensors'.
-
-    float32 in the interpreter, whose tl.dot multiplies the raw bits of bfloat16 (Triton 3.9).
-    """
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return torch.float32 if interpreting() else dtype
-
-
-def tl_dtype(dtype: torch.dtype) -> tl.dtype:
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
-
-
-def offset_dtype(block: int, *tensors: torch.Tensor | None) -> tl.dtype:
-    """The dtype of offsets inside a tile of `block` tokens: 32 bits, which halve what a tile's addresses
-    cost in registers, unless a stride is so long that they could overflow.
-
-    tensors: (batch, seqlen, heads or groups, size). Where a tile begins is always counted in 64 bits.
-    """
-    reach = max(block * t.stride(1) + t.shape[3] * t.stride(3) for t in tensors if t is not None)
-    return tl.int32 if reach < 2**31 else tl.int64
-
-
-def strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:
-    return tensor.stride() if tensor is not None else (0,) * rank
-
-
-def pad_to_dot(size: int) -> int:
-    """The side of a tile that holds `size`: a power of two, and at least 16, which tl.dot asks for."""
-    return max(16, triton.next_power_of_2(size))
-
-
-def choose_segments(row_blocks: int, programs: int, processors: int) -> int:
-    """How many segments to walk a row in, where `programs` are what one segment has.
-
-    Segments read x and B a second time, so they pay only where most processors would be idle, and not
-    where a segment is too short to hide the two launches more.
-    """
-    if 2 * programs > processors:
-        return 1
-    return max(1, min(row_blocks // 8, triton.cdiv(2 * processors, programs)))
-
-
-def choose_heads(blocks: int, group_heads: int, processors: int) -> int:
-    """How many heads of a group a program takes, where `blocks` programs share the group's B and C.
-
-    The fewest rounds of all processors, each as long as its heads and what a program does before them,
-    which costs about as much as two heads. Where that leaves a choice, more heads: fewer programs.
-    """
-    return min(
-        range(group_heads, 0, -1),
-        key=lambda heads: triton.cdiv(blocks * triton.cdiv(group_heads, heads), processors) * (heads + 2),
-    )
 
 
 def launch_decays(
