@@ -25,14 +25,16 @@ from mamba_kernels.decode_norm_triton import early_start, launch_reduce
 def config_for(batch: int, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
     """Block sizes of a projection; "kernel" is "matvec" or "matmul".
 
-    A matvec program holds 4 rows of the weight, whole, in its registers: 6 to 40 KB a program, some 150 KB
-    a multiprocessor on their way while the kernel ahead still runs. A matmul program keeps as much in its
-    stages. K is split where there would be fewer programs than multiprocessors, and enough of K.
+    A matvec program asks for 24 blocks of its rows of the weight, 12 KB a warp, while the kernel ahead
+    still runs. 8 rows a program share what is done once for all rows, where they are short or there are
+    very many of them; elsewhere 4 rows, to have more of each under way. A matmul program keeps as much in
+    its stages. K is split where there would be fewer programs than multiprocessors, and enough of K.
     """
     if batch <= 8 or dtype == torch.float32:
-        warps = 1 if in_features <= 1024 else 2 if in_features <= 4096 else 4
+        warps = 1 if in_features <= 4096 else 2
         block_k = warps * (512 // dtype.itemsize)
-        rows = 4 if batch <= 2 else 8
+        short = in_features <= 1024 and out_features >= 2048
+        rows = 8 if batch > 2 or short or out_features >= 32768 else 4
         return {
             "kernel": "matvec", "BLOCK_M": min(8, triton.next_power_of_2(batch)), "BLOCK_N": rows,
             "BLOCK_K": block_k, "PREFETCH": min(triton.cdiv(in_features, block_k), 24 // rows),

@@ -95,12 +95,12 @@ def _ssm_step_kernel(
 def config_for(batch: int, nheads: int, headdim: int, d_state: int) -> dict[str, int]:
     """Block sizes: tiles of 2048 state elements, at least 4 rows and never more rows than a head has.
 
-    One warp a tile where there are enough of them to fill the device; else four, as the time is then that
+    One warp a tile where there are enough of them to fill the device; else two, as the time is then that
     of one warp's instructions.
     """
     rows = min(max(4, 2048 // triton.next_power_of_2(d_state)), triton.next_power_of_2(headdim))
     tiles = batch * nheads * triton.cdiv(headdim, rows)
-    return {"BLOCK_P": rows, "num_warps": 1 if tiles > 2000 else 4}
+    return {"BLOCK_P": rows, "num_warps": 1 if tiles > 2000 else 2}
 
 
 def launch_ssm_step(
