@@ -1,11 +1,19 @@
-"""The decode step of a plain Mamba-2 model, in three kernels a layer."""
+"""The decode step of a plain Mamba-2 model, in three to five kernels a layer."""
 
 import torch
 
 from mamba_cli.config import ModelConfig
 from mamba_cli.model import Model
 from mamba_cli.state import State, wide_dtype
-from mamba_kernels.decode_layer import embed_step, in_proj_step, lm_head_step, out_proj_step, ssm_step
+from mamba_kernels.decode_layer import (
+    MANY_ROWS,
+    embed_step,
+    in_proj_step,
+    lm_head_step,
+    normalise_step,
+    out_proj_step,
+    ssm_step,
+)
 from mamba_kernels.decode_norm import NormBuffers
 
 
@@ -14,9 +22,6 @@ class FusedStep:
 
     The same function as `Model.step` followed by the head, for the configurations that `serves` names.
     """
-
-    # Rows of a batch from which the out_proj may be split over its input, and into how many parts.
-    SPLITS = 8
 
     def __init__(self, model: Model, batch: int):
         config, weight = model.config, model.embedding
@@ -29,11 +34,17 @@ class FusedStep:
         # A product that is not normalised yet can pass float16's range.
         scaled_dtype = torch.float32 if dtype == torch.float16 else dtype
         self.hidden = NormBuffers.empty(batch, config.d_model, scaled_dtype, device)
+        self.product = self.gated_rows = None
+        if batch >= MANY_ROWS:
+            self.hidden = NormBuffers(buffer(batch, config.d_model), None)
+            self.product = buffer(batch, config.d_model)
+            if config.ngroups > 1 or scaled_dtype != dtype:
+                self.gated_rows = buffer(batch, config.d_ssm)
         self.gated = NormBuffers.empty(batch, config.d_ssm, scaled_dtype, device)
         self.residual = buffer(batch, config.d_model, wide_dtype(dtype) if config.residual_in_fp32 else dtype)
-        self.zxbcdt = buffer(batch, config.in_proj_dim)
+        # Rows that begin on a cache line can be read in whole vectors, whatever their length.
+        self.zxbcdt = buffer(batch, -(-config.in_proj_dim // 64) * 64)[:, : config.in_proj_dim]
         self.logits = buffer(batch, config.vocab_rows)
-        self.partials = torch.empty(self.SPLITS, batch, config.d_model, dtype=torch.float32, device=device)
         # Programmatic dependent launch exists from Hopper on.
         self.pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -85,6 +96,8 @@ class FusedStep:
                 norm_before_gate=config.norm_before_gate,
                 pdl=self.pdl,
             )
+            if self.gated_rows is not None:
+                gated = normalise_step(gated, self.gated_rows, pdl=self.pdl)
             normed = out_proj_step(
                 gated,
                 mixer.out_proj.weight,
@@ -93,7 +106,7 @@ class FusedStep:
                 next_norm,
                 config.norm_eps,
                 self.hidden,
-                partials=self.partials,
+                product=self.product,
                 pdl=self.pdl,
             )
         lm_head_step(normed, model.head.weight, self.logits, pdl=self.pdl)

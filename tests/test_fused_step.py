@@ -1,8 +1,9 @@
-"""The three-kernel decode step is the general step, for every configuration it says it serves."""
+"""The fused decode step is the general step, for every configuration it says it serves."""
 
 import pytest
 import torch
 from mamba_kernels.backend import use_backend
+from mamba_kernels.decode_layer import MANY_ROWS
 from model_testing import VARIANTS
 from test_model import assert_states_agree, distance, ids_for
 
@@ -12,6 +13,7 @@ from mamba_cli.load import random_model
 SERVED = {name: config for name, config in VARIANTS.items() if FusedStep.serves(config)}
 # Triton's interpreter takes seconds for each: test_decode_layer.py has the kernels' own cases.
 CASES = [(name, "torch") for name in SERVED] + [("plain", "triton"), ("norm_before_gate", "triton")]
+MANY_ROWS_CASES = [(name, "torch") for name in SERVED] + [("groups_as_heads", "triton")]
 
 
 def test_what_is_served():
@@ -19,13 +21,16 @@ def test_what_is_served():
     assert not {"mlp", "hybrid", "part_of_the_width_is_ssm", "layer_norm"} & SERVED.keys()
 
 
-@pytest.mark.parametrize(("name", "backend"), CASES)
-def test_fused_step_is_the_general_step(name, backend, device, nan_filled_empty):
+@pytest.mark.parametrize(
+    ("name", "backend", "batch"),
+    [(*case, 2) for case in CASES] + [(*case, MANY_ROWS) for case in MANY_ROWS_CASES],
+)
+def test_fused_step_is_the_general_step(name, backend, batch, device, nan_filled_empty):
     config = SERVED[name]
-    lm, ids = random_model(config, device=device.type), ids_for(config)
+    lm, ids = random_model(config, device=device.type), ids_for(config, batch)
     _, state = lm.prefill(ids[:, :5])
     fused_state = state.clone()
-    fused = FusedStep(lm.model, batch=2)
+    fused = FusedStep(lm.model, batch)
     for t in range(5, 8):
         logits, state = lm.step(ids[:, t], state)
         with use_backend(backend), torch.inference_mode():

@@ -1,12 +1,16 @@
-"""The causal convolution of one token, as the end of in_proj: its tile holds the newest inputs.
+"""The causal convolution of one token: as the end of in_proj, whose tile holds the newest inputs, or alone.
 
 A channel belongs to one tile of in_proj's outputs, so the window that is read is moved on in place with no
 other program looking, and the recurrence finds x, B and C ready.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from mamba_kernels.decode_norm_triton import late_start, start_next, wait_for_previous
 from mamba_kernels.triton_math import silu
 
 
@@ -59,3 +63,57 @@ def convolve(new, window, taps, conv_bias, ptrs, mask, stride_tap, D_CONV: tl.co
         tl.store(ptrs + tap * stride_tap, window[tap], mask=mask)
     tl.store(ptrs + (D_CONV - 1) * stride_tap, new.to(ptrs.dtype.element_ty), mask=mask)
     return silu(total)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _convolve_kernel(
+    x_ptr, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr,
+    batch, conv_dim, stride_x, stride_slot, stride_channel, stride_tap,
+    D_CONV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of BLOCK_N channels, tile of BLOCK_M rows of the batch): x = silu(conv(x)), in place."""
+    start_next(PDL)
+    channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = channel < conv_dim
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_in = m < batch
+    taps = load_taps(conv_weight_ptr, channel, inside, D_CONV)
+    conv_bias = load_conv_bias(conv_bias_ptr, channel, inside)
+    window, window_ptrs, window_mask = load_window(
+        conv_state_ptr, slots_ptr, m, m_in, channel, inside, stride_slot, stride_channel, stride_tap, D_CONV
+    )
+    wait_for_previous(PDL)
+    ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_x + channel[None, :]
+    mask = m_in[:, None] & inside[None, :]
+    new = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    y = convolve(new, window, taps, conv_bias, window_ptrs, window_mask, stride_tap, D_CONV)
+    tl.store(ptrs, y.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+class Convolution(NamedTuple):
+    """Operands of the convolution of the columns first, first + 1, ... of a projection's output."""
+
+    state: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    slots: torch.Tensor | None
+    first: int
+
+    def scalars(self) -> tuple[int, ...]:
+        """The columns that are channels, begin and end, and the state's strides."""
+        if self.state is None:
+            return 0, 0, 0, 0, 0
+        return self.first, self.first + self.state.shape[1], *self.state.stride()
+
+
+def launch_convolve(out: torch.Tensor, conv: Convolution, pdl: bool) -> None:
+    """Convolve the columns of `out` (batch, rows of in_proj) in place, behind a product that made it."""
+    batch = out.shape[0]
+    begin, end, *state_strides = conv.scalars()
+    x = out[:, begin:end]
+    with torch.cuda.device_of(out):
+        # 8 channels of one row a thread: whole vectors, and nothing to keep in registers.
+        _convolve_kernel[(triton.cdiv(end - begin, 256), triton.cdiv(batch, 4))](
+            x, *conv[:4], batch, end - begin, x.stride(0), *state_strides,
+            D_CONV=conv.state.shape[2], BLOCK_M=4, BLOCK_N=256, num_warps=4, **late_start(pdl, out),
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One token through a Mamba-2 model, in three kernels a layer, for decoding in a CUDA graph.
+"""One token through a Mamba-2 model, in three to five kernels a layer, for decoding in a CUDA graph.
 
     embed_step                                       residual = embedding[token]
     for each layer:
@@ -9,7 +9,11 @@
 
 (Mamba-2, https://arxiv.org/abs/2405.21060, section 7 and figure 6, right.)
 
-A normalised row travels between them in two factors, as a `Normed` (see decode_norm).
+A few rows of a batch: a normalised row travels between them in two factors, as a `Normed` (see
+decode_norm), and each line above is one kernel. Many rows: the projections are the library's matrix
+products, and their ends, the convolution and the residual with the next norm, are kernels of their own.
+The caller chooses by the `NormBuffers` it gives to embed_step and out_proj_step: without `squares` rows are
+normalised whole, and rows that are whole and of the weight's dtype are multiplied by the library.
 
 Every function writes into buffers of its caller and neither allocates nor waits for the device, so that the
 chain can be captured. `pdl=True` lets each kernel load its weights and its layer's state while the kernel
@@ -27,7 +31,10 @@ import torch
 from mamba_kernels import decode_layer_torch
 from mamba_kernels.backend import backend_for
 from mamba_kernels.checks import check, check_device, check_shape
-from mamba_kernels.decode_norm import NormBuffers, Normed
+from mamba_kernels.decode_norm import NormBuffers, Normed, normalise
+
+# Rows of a batch from which on the library's products are faster.
+MANY_ROWS = 9
 
 
 def embed_step(
@@ -52,7 +59,7 @@ def embed_step(
     if backend_for(residual.device) == "triton":
         from mamba_kernels.decode_norm_triton import launch_embed
 
-        parts = launch_embed(token_ids, embedding, norm_weight, residual, *out)
+        parts = launch_embed(token_ids, embedding, norm_weight, eps, residual, *out)
         return out.used(parts, 1, eps)
     return decode_layer_torch.embed_step(token_ids, embedding, norm_weight, eps, residual, out)
 
@@ -94,10 +101,15 @@ def in_proj_step(
         state_batch_indices=state_batch_indices,
     )  # fmt: skip
     if backend_for(out.device) == "triton":
-        from mamba_kernels.decode_linear_triton import Convolution, launch_linear
+        from mamba_kernels.decode_conv_triton import Convolution, launch_convolve
+        from mamba_kernels.decode_linear_triton import launch_linear
 
         conv = Convolution(conv_state, conv_weight, conv_bias, state_batch_indices, d_ssm)
-        launch_linear(normed, weight, bias, out, conv, pdl=pdl, config=config)
+        if config is None and _is_product(normed, weight, out):
+            _multiply(normed.scaled, weight, bias, out)
+            launch_convolve(out, conv, pdl)
+        else:
+            launch_linear(normed, weight, bias, out, conv, pdl=pdl, config=config)
     else:
         decode_layer_torch.in_proj_step(
             normed, weight, bias, conv_state, conv_weight, conv_bias, out,
@@ -146,6 +158,7 @@ def ssm_step(
     check_shape("A_log", A_log, (nheads,))
     check_shape("D", D, (nheads,) if D.dim() == 1 else (nheads, headdim))
     check_shape("norm_weight", norm_weight, (d_ssm,))
+    check(norm_weight is None or out.squares is not None, "out.squares", "sums of the norm", None)
     _check_buffers(out, (batch, d_ssm))
     _check_slots(state_batch_indices, batch, "ssm_state", ssm_state)
     check_device(
@@ -166,6 +179,23 @@ def ssm_step(
     )  # fmt: skip
 
 
+def normalise_step(normed: Normed, out: torch.Tensor, *, pdl: bool = False) -> Normed:
+    """Fill `out` (batch, width) with the normalised rows, and return them as a `Normed`.
+
+    For the library's product of a grouped norm, or in float16.
+    """
+    _check_rows("out", out, tuple(normed.scaled.shape))
+    _check_groups(normed)
+    check_device(out.device, scaled=normed.scaled, squares=normed.squares)
+    if backend_for(out.device) == "triton":
+        from mamba_kernels.decode_norm_triton import launch_normalise
+
+        launch_normalise(normed, out, pdl)
+    else:
+        out.copy_(normalise(normed))
+    return Normed(out, None, normed.eps)
+
+
 def out_proj_step(
     normed: Normed,
     weight: torch.Tensor,
@@ -175,7 +205,7 @@ def out_proj_step(
     eps: float,
     out: NormBuffers,
     *,
-    partials: torch.Tensor | None = None,
+    product: torch.Tensor | None = None,
     pdl: bool = False,
     config: dict[str, Any] | None = None,
 ) -> Normed:
@@ -185,22 +215,32 @@ def out_proj_step(
         weight: (d_model, d_ssm), contiguous. bias: (d_model,). residual: (batch, d_model), float32 or the
             model's dtype.
         norm_weight, eps: of the next layer's norm, or of the last norm after the last layer.
-        partials: (splits, batch, d_model) float32, a work area with which a large batch may be split over
-            d_ssm, in one kernel more.
+        out: without squares, rows are multiplied by the library and normalised whole; `normed` is then of
+            the weight's dtype and of one group, or whole.
+        product: (batch, d_model) in the weight's dtype, the work area of that.
     """
     batch, width = residual.shape
     _check_linear(normed, weight, bias)
     check(weight.shape[0] == width, "weight", f"{width} rows", weight.shape[0])
     _check_next(residual, norm_weight, out)
-    if partials is not None:
-        check_shape("partials", partials, (partials.shape[0], batch, width))
+    if backend_for(residual.device) == "triton" and out.squares is None:
+        from mamba_kernels.decode_norm_triton import launch_residual
+
+        check(product is not None, "product", "a work area, for whole rows", None)
+        _check_rows("product", product, (batch, width))
+        groups = 1 if normed.squares is None else normed.squares.shape[1]
+        check(groups == 1, "normed", "one group of squares, for whole rows", groups)
+        for name, tensor in (("normed", normed.scaled), ("product", product)):
+            check(tensor.dtype == weight.dtype, name, f"{weight.dtype}, for whole rows", tensor.dtype)
+        check_device(weight.device, product=product, residual=residual)
+        _multiply(normed.scaled, weight, None, product)
+        launch_residual(normed, product, bias, residual, norm_weight, eps, out.scaled, pdl)
+        return Normed(out.scaled, None, eps)
     if backend_for(residual.device) == "triton":
         from mamba_kernels.decode_linear_triton import Residual, launch_linear
 
         target = Residual(residual, norm_weight, *out)
-        parts = launch_linear(
-            normed, weight, bias, None, residual=target, partials=partials, pdl=pdl, config=config
-        )
+        parts = launch_linear(normed, weight, bias, None, residual=target, pdl=pdl, config=config)
         return out.used(parts, 1, eps)
     return decode_layer_torch.out_proj_step(normed, weight, bias, residual, norm_weight, eps, out)
 
@@ -220,9 +260,26 @@ def lm_head_step(
     if backend_for(out.device) == "triton":
         from mamba_kernels.decode_linear_triton import launch_linear
 
-        launch_linear(normed, weight, None, out, pdl=pdl, config=config)
+        if config is None and _is_product(normed, weight, out):
+            _multiply(normed.scaled, weight, None, out)
+        else:
+            launch_linear(normed, weight, None, out, pdl=pdl, config=config)
     else:
         decode_layer_torch.lm_head_step(normed, weight, out)
+
+
+def _is_product(normed: Normed, weight: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether a projection of `normed` is a plain matrix product, which scales and converts nothing."""
+    return normed.squares is None and normed.scaled.dtype == weight.dtype == out.dtype
+
+
+@torch.no_grad()  # a product into a buffer has no gradient
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """out (batch, rows) = x (batch, width) @ weight.T + bias."""
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
 
 
 def _check_linear(normed: Normed, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -231,6 +288,11 @@ def _check_linear(normed: Normed, weight: torch.Tensor, bias: torch.Tensor | Non
     check(weight.is_contiguous(), "weight", "a contiguous tensor", f"strides {weight.stride()}")
     check_shape("bias", bias, (weight.shape[0],))
     check_device(weight.device, scaled=scaled, squares=squares, bias=bias)
+    _check_groups(normed)
+
+
+def _check_groups(normed: Normed) -> None:
+    scaled, squares, _ = normed
     if squares is not None:
         check(
             scaled.shape[1] % squares.shape[1] == 0,
@@ -248,7 +310,8 @@ def _check_next(residual: torch.Tensor, norm_weight: torch.Tensor, out: NormBuff
 
 def _check_buffers(out: NormBuffers, shape: tuple[int, int]) -> None:
     _check_rows("out.scaled", out.scaled, shape)
-    _check_rows("out.squares", out.squares, shape)
+    if out.squares is not None:
+        _check_rows("out.squares", out.squares, shape)
 
 
 def _check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:

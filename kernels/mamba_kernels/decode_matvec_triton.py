@@ -1,4 +1,4 @@
-"""Triton kernel of the decode step's projections on the ordinary cores: a few rows of the batch, or float32.
+"""Triton kernel of the decode step's projections of a few rows of the batch, on the ordinary cores.
 
 The weight streams through registers, where it also waits for the kernel ahead to end.
 """

@@ -1,4 +1,4 @@
-"""Triton pieces of the decode step that make or read a `Normed`, and the two kernels that are only that.
+"""Triton pieces of the decode step that make or read a `Normed`, and the kernels that are only that.
 
 A kernel of the decode step may start before the one ahead of it in the stream has ended (programmatic
 dependent launch, compute capability 9.0): `start_next` lets the next one start, `wait_for_previous` blocks
@@ -72,13 +72,22 @@ def store_normed(
 
 
 @triton.jit
+def store_whole(x, norm_weight, m, n, n_in, width, eps, scaled_ptr, stride_scaled):
+    """Write rows m of x (M, N), which are zero past their width, normalised."""
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)
+    scaled = x * scale[:, None] * norm_weight.to(tl.float32)[None, :]
+    ptrs = scaled_ptr + m.to(tl.int64)[:, None] * stride_scaled + n[None, :]
+    tl.store(ptrs, scaled.to(scaled_ptr.dtype.element_ty), mask=n_in[None, :])
+
+
+@triton.jit
 def _embed_kernel(
     token_ptr, embedding_ptr, norm_weight_ptr, residual_ptr, scaled_ptr, squares_ptr,
-    width, stride_token, stride_embedding, stride_residual, stride_scaled, stride_squares,
+    width, eps, stride_token, stride_embedding, stride_residual, stride_scaled, stride_squares,
     BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of the batch, tile of BLOCK_N columns). It ends the chain of early starts: every
-    kernel of the token before is over when it begins."""
+    """Program (row of the batch, tile of BLOCK_N columns), one tile where rows are normalised whole. It
+    ends the chain of early starts: every kernel of the token before is over when it begins."""
     start_next(PDL)
     m = tl.program_id(0) + tl.arange(0, 1)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -88,47 +97,66 @@ def _embed_kernel(
     x = tl.load(embedding_ptr + token[:, None] * stride_embedding + n[None, :], mask=n_in[None, :], other=0.0)
     x = x.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + m.to(tl.int64)[:, None] * stride_residual + n[None, :], x, mask=n_in[None, :])
-    store_normed(
-        x.to(tl.float32), norm_weight, m, n, m >= 0, n_in, tl.program_id(1),
-        scaled_ptr, stride_scaled, squares_ptr, stride_squares,
-    )  # fmt: skip
+    x = x.to(tl.float32)
+    if squares_ptr is None:
+        store_whole(x, norm_weight, m, n, n_in, width, eps, scaled_ptr, stride_scaled)
+    else:
+        store_normed(
+            x, norm_weight, m, n, m >= 0, n_in, tl.program_id(1),
+            scaled_ptr, stride_scaled, squares_ptr, stride_squares,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["parts_in"])
-def _reduce_kernel(
-    partials_ptr, squares_in_ptr, bias_ptr, residual_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
-    width, splits, parts_in, group_size_in, eps_in,
-    stride_split, stride_partial, stride_squares_in, stride_residual, stride_scaled, stride_squares,
+@triton.jit(do_not_specialize=["parts"])
+def _residual_kernel(
+    product_ptr, squares_ptr, bias_ptr, residual_ptr, norm_weight_ptr, out_ptr,
+    width, parts, group_size, eps_in, eps, stride_product, stride_squares, stride_residual, stride_out,
     BLOCK_N: tl.constexpr, BLOCK_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of the batch, tile of BLOCK_N columns): add the split sums of a projection, scaled
-    by the RMS of its input, to the residual, and make the next `Normed`."""
+    """Program (row of the batch): residual += a product, scaled by 1 / RMS of what was multiplied, plus
+    its bias; and the next norm, of the whole row."""
     start_next(PDL)
     m = tl.program_id(0) + tl.arange(0, 1)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
     n_in = n < width
-    norm_weight = tl.load(norm_weight_ptr + n, mask=n_in, other=0.0)
-    wait_for_previous(PDL)
     row = m.to(tl.int64)[:, None]
     residual_ptrs = residual_ptr + row * stride_residual + n[None, :]
+    norm_weight = tl.load(norm_weight_ptr + n, mask=n_in, other=0.0)
     residual = tl.load(residual_ptrs, mask=n_in[None, :], other=0.0).to(tl.float32)
-    x = tl.zeros((1, BLOCK_N), tl.float32)
-    for split in range(splits):
-        partials = partials_ptr + split * stride_split + row * stride_partial
-        x += tl.load(partials + n[None, :], mask=n_in[None, :], other=0.0)
-    if squares_in_ptr is not None:
-        scale = rstd(
-            squares_in_ptr, stride_squares_in, m, m >= 0, 0, parts_in, group_size_in, eps_in, 1, BLOCK_PARTS
-        )
+    wait_for_previous(PDL)
+    x = tl.load(product_ptr + row * stride_product + n[None, :], mask=n_in[None, :], other=0.0)
+    x = x.to(tl.float32)
+    if squares_ptr is not None:
+        scale = rstd(squares_ptr, stride_squares, m, m >= 0, 0, parts, group_size, eps_in, 1, BLOCK_PARTS)
         x *= scale[:, None]
     if bias_ptr is not None:
         x += tl.load(bias_ptr + n, mask=n_in, other=0.0).to(tl.float32)[None, :]
     x = (x + residual).to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptrs, x, mask=n_in[None, :])
-    store_normed(
-        x.to(tl.float32), norm_weight, m, n, m >= 0, n_in, tl.program_id(1),
-        scaled_ptr, stride_scaled, squares_ptr, stride_squares,
-    )  # fmt: skip
+    store_whole(x.to(tl.float32), norm_weight, m, n, n_in, width, eps, out_ptr, stride_out)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _normalise_kernel(
+    scaled_ptr, squares_ptr, out_ptr, parts, group_size, eps, stride_scaled, stride_squares, stride_out,
+    BLOCK_N: tl.constexpr, BLOCK_PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row of the batch, group): apply 1 / RMS, in blocks of BLOCK_N columns of the group."""
+    start_next(PDL)
+    wait_for_previous(PDL)
+    m = tl.program_id(0) + tl.arange(0, 1)
+    group = tl.program_id(1)
+    scale = tl.full((1,), 1.0, tl.float32)
+    if squares_ptr is not None:
+        scale = rstd(squares_ptr, stride_squares, m, m >= 0, group, parts, group_size, eps, 1, BLOCK_PARTS)
+    row = m.to(tl.int64)[:, None]
+    for begin in range(0, group_size, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        n_in = (n < group_size)[None, :]
+        column = group * group_size + n[None, :]
+        x = tl.load(scaled_ptr + row * stride_scaled + column, mask=n_in, other=0.0).to(tl.float32)
+        x = (x * scale[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * stride_out + column, x, mask=n_in)
 
 
 def early_start(pdl: bool, tensor: torch.Tensor) -> dict[str, Any]:
@@ -138,55 +166,69 @@ def early_start(pdl: bool, tensor: torch.Tensor) -> dict[str, Any]:
     return {"PDL": False}
 
 
+def late_start(pdl: bool, tensor: torch.Tensor) -> dict[str, Any]:
+    """The same for a kernel behind one that is not ours: the next may start early, but not it."""
+    return {"PDL": early_start(pdl, tensor)["PDL"]}
+
+
 def launch_embed(
     token_ids: torch.Tensor,
     embedding: torch.Tensor,
     norm_weight: torch.Tensor,
+    eps: float,
     residual: torch.Tensor,
     scaled: torch.Tensor,
-    squares: torch.Tensor,
+    squares: torch.Tensor | None,
 ) -> int:
     """Fill residual, scaled and squares (batch, capacity); return how many parts of squares are used."""
     batch, width = residual.shape
-    block = min(512, triton.next_power_of_2(width))
+    block = triton.next_power_of_2(width)
+    if squares is not None:
+        block = min(512, block)
     tiles = triton.cdiv(width, block)
     with torch.cuda.device_of(residual):
-        # Started without early_start on purpose, see the kernel; the one after it may start early.
         _embed_kernel[(batch, tiles)](
             token_ids, embedding, norm_weight, residual, scaled, squares,
-            width, token_ids.stride(0), embedding.stride(0), residual.stride(0), scaled.stride(0),
-            squares.stride(0),
-            BLOCK_N=block, PDL=early_start(True, residual)["PDL"], num_warps=4,
+            width, eps, token_ids.stride(0), embedding.stride(0), residual.stride(0), scaled.stride(0),
+            0 if squares is None else squares.stride(0),
+            BLOCK_N=block, num_warps=4, **late_start(True, residual),
         )  # fmt: skip
     return tiles
 
 
-def launch_reduce(
+def launch_residual(
     normed: Normed,
-    partials: torch.Tensor,
+    product: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
-    scaled: torch.Tensor,
-    squares: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
     pdl: bool,
-) -> int:
-    """Add partials (splits, batch, width), sums over `normed` unscaled, to the residual.
-
-    Returns how many parts of squares (batch, capacity) are used.
-    """
+) -> None:
+    """Add product (batch, width), of normed.scaled and a weight, to the residual; normalise it into out."""
     batch, width = residual.shape
-    scaled_in, squares_in, eps_in = normed
-    block = min(512, triton.next_power_of_2(width))
-    tiles = triton.cdiv(width, block)
-    parts = 1 if squares_in is None else squares_in.shape[-1]
+    scaled, squares, eps_in = normed
+    block = triton.next_power_of_2(width)
     with torch.cuda.device_of(residual):
-        _reduce_kernel[(batch, tiles)](
-            partials, squares_in, bias, residual, norm_weight, scaled, squares,
-            width, partials.shape[0], parts, scaled_in.shape[1], eps_in,
-            partials.stride(0), partials.stride(1), 0 if squares_in is None else squares_in.stride(0),
-            residual.stride(0), scaled.stride(0), squares.stride(0),
-            BLOCK_N=block, BLOCK_PARTS=256, num_warps=4,
-            **early_start(pdl, residual),
+        _residual_kernel[(batch,)](
+            product, squares, bias, residual, norm_weight, out,
+            width, 1 if squares is None else squares.shape[-1], scaled.shape[1], eps_in, eps,
+            product.stride(0), 0 if squares is None else squares.stride(0), residual.stride(0), out.stride(0),
+            BLOCK_N=block, BLOCK_PARTS=256, num_warps=4 if block <= 2048 else 8,
+            **late_start(pdl, residual),
         )  # fmt: skip
-    return tiles
+
+
+def launch_normalise(normed: Normed, out: torch.Tensor, pdl: bool) -> None:
+    """Fill out (batch, width) with the normalised rows."""
+    scaled, squares, eps = normed
+    batch, width = scaled.shape
+    groups, parts = (1, 1) if squares is None else squares.shape[1:]
+    block = min(1024, triton.next_power_of_2(width // groups))
+    with torch.cuda.device_of(out):
+        _normalise_kernel[(batch, groups)](
+            scaled, squares, out, parts, width // groups, eps,
+            scaled.stride(0), 0 if squares is None else squares.stride(0), out.stride(0),
+            BLOCK_N=block, BLOCK_PARTS=256, num_warps=4, **early_start(pdl, out),
+        )  # fmt: skip
