@@ -171,9 +171,10 @@ def test_the_references_gradients_are_its_derivatives(discretization, kind):
     assert torch.autograd.gradcheck(scan, tuple(leaves.values()))
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("seqlen", [1, 2, 63, 64, 65, 1000])
-def test_the_parallel_scan_is_the_recurrence_at_any_length(seqlen):
-    inputs = to_float64(make_inputs(batch=2, dim=4, d_state=3, groups=2, seqlen=seqlen))
+def test_the_parallel_scan_is_the_recurrence_at_any_length(seqlen, groups):
+    inputs = to_float64(make_inputs(batch=2, dim=4, d_state=3, groups=groups, seqlen=seqlen))
     expected = run(selective_scan_ref, inputs)
     for name, found in run(selective_scan_fn, inputs).items():
         torch.testing.assert_close(found, expected[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: n + m)

@@ -19,19 +19,24 @@ DISCRETIZATIONS = ("mamba", "zoh", "bilinear", "dirac")
 
 
 def discretize(
-    delta: torch.Tensor, deltaA: torch.Tensor | None, A: torch.Tensor, discretization: str
+    delta: torch.Tensor,
+    deltaA: torch.Tensor | None,
+    A: torch.Tensor,
+    discretization: str,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (decay, gain) of the module's table, each of a shape that broadcasts to the state's.
 
     delta, deltaA (None: as delta): real; A: real or complex; all three broadcast against each other.
-    Differentiable in all three, also where A is 0.
+    Differentiable in all three, also where A is 0. An exponential decay is written to `out`, if given,
+    which only goes without autograd.
     """
     decay_delta = delta if deltaA is None else deltaA
     if discretization == "bilinear":
         inverse = 1 / (1 - decay_delta * A / 2)
         gain = delta * inverse if deltaA is None else delta / (1 - delta * A / 2)
         return 2 * inverse - 1, gain
-    decay = torch.mul(decay_delta, A).exp_()
+    decay = torch.mul(decay_delta, A, out=out).exp_()
     if discretization == "zoh":
         return decay, delta * expm1_ratio(delta * A)
     return decay, delta if discretization == "mamba" else torch.ones_like(delta)

