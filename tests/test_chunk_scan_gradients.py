@@ -62,8 +62,9 @@ def check_gradients(args, outputs=None):
         assert gradient.dtype == args[name].dtype, name
         if name in ("A", "dt_bias"):
             # Sums over all tokens that cancel: the reference's error on the few sums is a matter of luck.
-            bound = (1e-4 if args["x"].dtype == torch.float32 else 2e-2) * rms(expected[name])
-            assert rms(gradient.double() - expected[name]) <= bound + 1e-12, name
+            floor = (1e-4 if args["x"].dtype == torch.float32 else 5e-2) * rms(expected[name])
+            own = rms(same_dtype[name].double() - expected[name])
+            assert rms(gradient.double() - expected[name]) <= max(3 * own, floor), name
         else:
             assert_close_as_reference(gradient, expected[name], same_dtype[name])
 
