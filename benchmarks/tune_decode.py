@@ -4,8 +4,9 @@
 
 Every candidate is compiled and compared with torch first, in parallel processes that leave it in Triton's
 cache. Then each model and batch is one CUDA graph of all its layers with random weights, and one kernel at a
-time tries its candidates inside it: that is where its loads overlap the kernel before. Last come the
-kernels alone, over all the layers, beside cuBLAS, and `selective_state_update`.
+time tries its candidates inside it: that is where its loads overlap the kernel before. Batches of 4 to 16
+are run both ways, with our projections and with the library's. Last come the kernels alone, over all the
+layers, beside the library's product of the same shape.
 """
 
 import argparse
@@ -18,12 +19,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from mamba_kernels import decode_conv_triton, decode_norm_triton
 from mamba_kernels.backend import use_backend
 from mamba_kernels.decode_layer import embed_step, in_proj_step, lm_head_step, out_proj_step, ssm_step
 from mamba_kernels.decode_norm import NormBuffers, Normed, normalise
@@ -68,6 +71,8 @@ class Shape:
         return self.d_ssm + self.conv_dim + self.nheads
 
 
+PARTS = ("state_update", "tokens")
+STATE_UPDATES = (("mamba2", torch.float32), ("mamba2", torch.bfloat16), ("mamba1", torch.float32))
 SHAPES = [Shape("130m", 768, 24), Shape("2.7b", 2560, 64)]
 SMOKE = [Shape("tiny", 32, 2, vocab=40, headdim=16, d_state=16)]
 
@@ -82,14 +87,12 @@ def in_parts_of_4(x: torch.Tensor, weight: torch.Tensor, out: NormBuffers) -> No
 
 
 class Run:
-    """A model of random weights and the buffers of one batch size."""
+    """A model of random weights and the buffers of one batch size; whole: with the library's products."""
 
-    def __init__(
-        self, shape: Shape, batch: int, layers: int | None = None, dtype: torch.dtype = torch.bfloat16
-    ):
-        self.shape, self.batch = shape, batch
+    def __init__(self, shape: Shape, batch: int, whole: bool, layers: int | None = None):
+        self.shape, self.batch, self.whole = shape, batch, whole
         self.layers = range(shape.n_layer if layers is None else layers)
-        dtype = dtype if DEVICE == "cuda" else torch.float32
+        dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
         def random(*size: int, scale: float, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(*size, dtype=kind, device=DEVICE).normal_(std=scale)
@@ -106,17 +109,20 @@ class Run:
         self.conv_weight = each(s.conv_dim, s.d_conv, scale=0.5)
         self.conv_bias = random(s.conv_dim, scale=0.1)
         self.dt_bias, self.A_log, self.D = (random(s.nheads, scale=1, kind=torch.float32) for _ in range(3))
-        self.conv_state = each(batch, s.conv_dim, s.d_conv, scale=1)
+        self.conv_state = [window.transpose(1, 2) for window in each(batch, s.d_conv, s.conv_dim, scale=1)]
         self.ssm_state = each(batch, s.nheads, s.headdim, s.d_state, scale=1)
         self.residual = random(batch, s.d_model, scale=1, kind=torch.float32)
-        self.row = random(batch, s.rows, scale=1)
+        self.row = random(batch, -(-s.rows // 64) * 64, scale=1)[:, : s.rows]
         self.stream = NormBuffers.empty(batch, s.d_model, dtype, torch.device(DEVICE))
         self.gated = NormBuffers.empty(batch, s.d_ssm, dtype, torch.device(DEVICE))
-        self.logits = torch.empty(batch, s.vocab, dtype=torch.float32, device=DEVICE)
-        self.partials = torch.empty(16, batch, s.d_model, dtype=torch.float32, device=DEVICE)
+        self.logits = torch.empty(batch, s.vocab, dtype=dtype, device=DEVICE)
+        self.product = torch.empty(batch, s.d_model, dtype=dtype, device=DEVICE)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
         self.stream_normed = in_parts_of_4(self.residual, self.norm, self.stream)
         self.gated_normed = in_parts_of_4(random(batch, s.d_ssm, scale=1), self.gated_norm, self.gated)
+        if whole:
+            self.stream = NormBuffers(self.stream.scaled, None)
+            self.stream_normed = Normed(self.stream.scaled, None, EPS)
 
     def step(self, kernel: str, layer: int, normed: Normed | None, config: Config | None, pdl: bool) -> Any:
         """One kernel on one layer; normed: its input, or None for whatever lies in the buffers."""
@@ -135,7 +141,7 @@ class Run:
         if kernel == "out_proj":
             return out_proj_step(
                 normed or self.gated_normed, self.out_proj[layer], None, self.residual, self.norm, EPS,
-                self.stream, partials=self.partials, pdl=pdl, config=config,
+                self.stream, product=self.product, pdl=pdl, config=config,
             )  # fmt: skip
         lm_head_step(normed or self.stream_normed, self.embedding, self.logits, pdl=pdl, config=config)
         return self.logits
@@ -167,56 +173,42 @@ class Run:
         return numbers[kernel] * size
 
 
-def candidates(shape: Shape, batch: int, kernel: str) -> list[Config]:
+def candidates(shape: Shape, batch: int, whole: bool, kernel: str) -> list[Config]:
     """What to try; the fewer the better, as each costs a second of compilation."""
     if kernel == "ssm":
         tiles = [(4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4)]
         if batch == 1:
             tiles = [(4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 8)]
         return [{"BLOCK_P": rows, "num_warps": warps} for rows, warps in tiles if rows <= shape.headdim]
+    if whole:
+        return []
     width = shape.d_ssm if kernel == "out_proj" else shape.d_model
     found = []
-    if batch <= 4:
-        warp_counts = {768: (1, 4), 1536: (1, 2), 2560: (1, 2), 5120: (2, 4)}.get(width, (1,))
-        row_counts = (2, 4, 8) if batch == 1 else (4, 8)
-        if kernel == "out_proj":
-            row_counts = (4, 8)
-        if kernel == "lm_head":
-            row_counts = (4, 8, 16) if batch == 1 else (8,)
-        for warps in warp_counts:
-            steps = -(-width // (256 * warps))
-            for rows in row_counts:
-                prefetch = min(steps, max(1, 24 // rows))
-                block_m = 1 if batch == 1 else 4
-                found.append(
-                    {"kernel": "matvec", "BLOCK_M": block_m, "BLOCK_N": rows, "BLOCK_K": 256 * warps,
-                     "PREFETCH": prefetch, "num_warps": warps}
-                )  # fmt: skip
-    if batch >= 4:
-        tiles = [(32, 128, 5, 4), (64, 128, 4, 4), (64, 256, 3, 4), (32, 256, 4, 4)]
-        if batch > 32:
-            tiles = [(32, 128, 4, 4), (64, 64, 6, 4), (64, 128, 3, 4), (128, 128, 4, 8)]
-            if shape.d_model < 1024:
-                tiles = [(32, 128, 4, 4), (32, 64, 6, 4), (64, 64, 6, 4), (16, 128, 5, 4)]
-        splits = {"out_proj": (1, 4, 8)}.get(kernel, (1,))
-        for block_n, block_k, stages, warps in tiles[: 3 if kernel == "lm_head" else None]:
-            for split in splits:
-                found.append(
-                    {"kernel": "matmul", "BLOCK_M": max(16, min(64, batch)), "BLOCK_N": block_n,
-                     "BLOCK_K": block_k, "SPLIT_K": split, "PREFETCH": 16, "num_warps": warps,
-                     "num_stages": stages}
-                )  # fmt: skip
+    warp_counts = {768: (1, 4), 1536: (1, 2), 2560: (1, 2), 5120: (2, 4)}.get(width, (1,))
+    row_counts = (2, 4, 8) if batch == 1 else (4, 8)
+    if kernel == "out_proj":
+        row_counts = (4, 8)
+    if kernel == "lm_head":
+        row_counts = (4, 8, 16) if batch == 1 else (8,)
+    for warps in warp_counts:
+        steps = -(-width // (256 * warps))
+        for rows in row_counts:
+            prefetch = min(steps, max(1, 24 // rows))
+            found.append(
+                {"BLOCK_M": min(batch, 8), "BLOCK_N": rows, "BLOCK_K": 256 * warps, "PREFETCH": prefetch,
+                 "num_warps": warps}
+            )  # fmt: skip
     return found
 
 
-def compile_and_compare(job: tuple[Shape, int, str, Config | None]) -> str | None:
+def compile_and_compare(job: tuple[Shape, int, bool, str, Config | None]) -> str | None:
     """Run a candidate on one layer beside torch; return what is wrong with it, if anything."""
-    shape, batch, kernel, config = job
+    shape, batch, whole, kernel, config = job
     try:
         results = []
         for backend in ("torch", "triton"):
             torch.manual_seed(0)
-            run = Run(shape if kernel == "lm_head" else replace(shape, vocab=64), batch, layers=1)
+            run = Run(shape if kernel == "lm_head" else replace(shape, vocab=64), batch, whole, layers=1)
             with use_backend(backend):
                 out = run.step(kernel, 0, None, config, pdl=backend == "triton")
             out = normalise(out) if isinstance(out, Normed) else out
@@ -262,8 +254,8 @@ def tune(run: Run, broken: dict[str, str]) -> tuple[dict[str, Config | None], li
     now = milliseconds(partial(run.token, best))
     trials = [{"kernel": "default", "ms": now}]
     for kernel in ("in_proj", "out_proj", "ssm", "lm_head"):
-        for config in candidates(run.shape, run.batch, kernel):
-            if key(run.shape, run.batch, kernel, config) in broken:
+        for config in candidates(run.shape, run.batch, run.whole, kernel):
+            if key(run.shape, run.batch, run.whole, kernel, config) in broken:
                 continue
             tried = {**best, kernel: config}
             ms = milliseconds(partial(run.token, tried))
@@ -273,8 +265,13 @@ def tune(run: Run, broken: dict[str, str]) -> tuple[dict[str, Config | None], li
     return best, trials
 
 
-def key(shape: Shape, batch: int, kernel: str, config: Config | None) -> str:
-    return json.dumps([shape.name, batch, kernel, config])
+def key(shape: Shape, batch: int, whole: bool, kernel: str, config: Config | None) -> str:
+    return json.dumps([shape.name, batch, whole, kernel, config])
+
+
+def ways(batch: int) -> list[bool]:
+    """Whether to run a batch with the library's products, or both ways, around where these overtake."""
+    return [False] if batch < 4 else [False, True] if batch <= 16 else [True]
 
 
 def cublas_microseconds(run: Run, kernel: str) -> float:
@@ -290,17 +287,26 @@ def cublas_microseconds(run: Run, kernel: str) -> float:
     return 1e3 * milliseconds(work) / len(weights)
 
 
-def time_token(shape: Shape, batch: int, broken: dict[str, str]) -> dict[str, Any]:
+def time_token(shape: Shape, batch: int, whole: bool, broken: dict[str, str]) -> dict[str, Any]:
     """Tune one model and batch, then time the token and its kernels one by one; prints a summary."""
     torch.manual_seed(0)
-    run = Run(shape, batch)
+    run = Run(shape, batch, whole)
     configs, trials = tune(run, broken)
     ms = milliseconds(partial(run.token, configs), 0.2)
     plain = milliseconds(partial(run.token, configs, pdl=False))
+    early = ms
+    if whole:  # may the kernels behind a product start early as well?
+        start = decode_norm_triton.early_start
+        with (
+            mock.patch.object(decode_norm_triton, "late_start", start),
+            mock.patch.object(decode_conv_triton, "late_start", start),
+        ):
+            early = milliseconds(partial(run.token, configs), 0.2)
     must, aim = TARGETS.get((shape.name, batch), (None, None))
     print(
-        f"{shape.name} batch {batch:2}: {ms:.3f} ms/token, must {must}, aim {aim} "
-        f"(default configs {trials[0]['ms']:.3f}, without early starts {plain:.3f})"
+        f"{shape.name} batch {batch:2}{' whole' if whole else ''}: {ms:.3f} ms/token, must {must}, aim {aim} "
+        f"(default configs {trials[0]['ms']:.3f}, without early starts {plain:.3f}, "
+        f"behind products too {early:.3f})"
     )
     alone = {}
     for kernel in KERNELS:
@@ -315,8 +321,8 @@ def time_token(shape: Shape, batch: int, broken: dict[str, str]) -> dict[str, An
             f"  {kernel:8} {us:6.1f} us {alone[kernel]['GB/s']:5.0f} GB/s{beside}  {short(configs[kernel])}"
         )
     return {
-        "shape": asdict(shape), "batch": batch, "ms": ms, "ms_without_pdl": plain, "configs": configs,
-        "alone": alone, "trials": trials,
+        "shape": asdict(shape), "batch": batch, "whole": whole, "ms": ms, "ms_without_pdl": plain,
+        "ms_early_behind_products": early, "configs": configs, "alone": alone, "trials": trials,
     }  # fmt: skip
 
 
@@ -364,6 +370,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for tune_decode.json")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, to try the script itself")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES])
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
@@ -373,12 +380,15 @@ def main() -> None:
     began = time.perf_counter()
 
     jobs = [
-        (shape, batch, kernel, config)
+        (shape, batch, whole, kernel, config)
         for shape in reversed(shapes)  # the largest first
         for batch in reversed(options.batches)
+        for whole in ways(batch)
         for kernel in reversed(KERNELS)
-        for config in (None, *candidates(shape, batch, kernel))
+        for config in (None, *candidates(shape, batch, whole, kernel))
     ]
+    if "tokens" not in options.only:
+        jobs = []
     if DEVICE == "cuda":
         with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
             problems = pool.map(compile_and_compare, jobs, chunksize=1)
@@ -398,12 +408,14 @@ def main() -> None:
     }
     path = options.out / "tune_decode.json"
     with use_backend("triton"):
-        for case, dtype in (("mamba2", torch.float32), ("mamba2", torch.bfloat16), ("mamba1", torch.float32)):
+        for case, dtype in STATE_UPDATES if "state_update" in options.only else ():
             report["state_update"] += time_state_update(case, dtype, options.smoke)
-        for shape in shapes:
+            path.write_text(json.dumps(report, indent=1))
+        for shape in shapes if "tokens" in options.only else ():
             for batch in options.batches:
-                report["tokens"].append(time_token(shape, batch, broken))
-                path.write_text(json.dumps(report, indent=1))
+                for whole in ways(batch):
+                    report["tokens"].append(time_token(shape, batch, whole, broken))
+                    path.write_text(json.dumps(report, indent=1))
     print(f"{time.perf_counter() - began:.0f} s in all, details in {path}")
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+
+from mamba_cli.fused_step import FusedStep
+from mamba_cli.load import random_model
 from mamba_kernels.backend import use_backend
 from mamba_kernels.decode_layer import MANY_ROWS
 from model_testing import VARIANTS
 from test_model import assert_states_agree, distance, ids_for
-
-from mamba_cli.fused_step import FusedStep
-from mamba_cli.load import random_model
 
 SERVED = {name: config for name, config in VARIANTS.items() if FusedStep.serves(config)}
 # Triton's interpreter takes seconds for each: test_decode_layer.py has the kernels' own cases.
