@@ -68,17 +68,17 @@ def scan_sequences(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     dt = step_sizes(dt.to(wide), dt_bias, dt_softplus, dt_limit)
     rows = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    state = x.new_zeros(rows, nheads, headdim, B.shape[-1], dtype=wide)
-    if initial_states is not None:
-        # One state for a packed row is that of its first sequence.
-        padding = (0, 0) * 3 + (0, rows - initial_states.shape[0])
-        state = F.pad(initial_states.to(wide), padding)
+    if initial_states is None:
+        state = x.new_zeros(rows, nheads, headdim, B.shape[-1], dtype=wide)
+    else:
+        state = initial_states.to(wide)
     if cu_seqlens is None:
         y, state = core(x, dt, A, B, C, D, state, number_runs(seq_idx))
     else:
-        y, states = torch.zeros_like(x, memory_format=torch.contiguous_format), []
-        bounds = cu_seqlens.tolist()
-        for row, (start, end) in enumerate(pairwise(bounds)):
+        # One state for a packed row is that of its first sequence.
+        state = F.pad(state, (0, 0) * 3 + (0, rows - state.shape[0]))
+        y, states = x.new_zeros(x.shape, dtype=wide), []
+        for row, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
             part = (t[:, start:end] for t in (B, C))
             out, last = core(x[:, start:end], dt[:, start:end], A, *part, D, state[row : row + 1], None)
             y[:, start:end] = out
@@ -176,6 +176,23 @@ def ssd_chunked(
     block: int = 64,
     blocks: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ssd_chunked_` that leaves the state it is given as it was; returns (y, final state)."""
+    state = state.clone(memory_format=torch.contiguous_format)
+    return ssd_chunked_(x, dt, A, B, C, D, state, runs, block, blocks), state
+
+
+def ssd_chunked_(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    state: torch.Tensor,
+    runs: torch.Tensor | None,
+    block: int = 64,
+    blocks: int = 4,
+) -> torch.Tensor:
     """The chunked form for a CPU, without autograd: few operations, each over `blocks` chunks at once.
 
     What it costs beside the matrix products is passes over memory and conversions: torch's operations
@@ -184,10 +201,9 @@ def ssd_chunked(
     be handed out again by the allocator without page faults.
 
     block 64 balances the exponentials (block per token and head) against passing the state on (one pass
-    a block). y comes in x's dtype, the state in its own.
+    a block). y comes in x's dtype; state, contiguous, is advanced in place.
     """
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    state = state.clone()
     for row in range(x.shape[0]):
         previous = runs[row, 0] if runs is not None else None
         for tokens, count in _pieces(x.shape[1], block, blocks):
@@ -195,7 +211,7 @@ def ssd_chunked(
             run = runs[row, tokens].view(count, -1) if runs is not None else None
             _scan_blocks(*pick, A, D, state[row], run, previous)
             previous = run[-1, -1] if run is not None else None
-    return y, state
+    return y
 
 
 def _pieces(seqlen: int, block: int, blocks: int) -> Iterator[tuple[slice, int]]:
