@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from mamba_cli.errors import Mamba2Error
 
+LARGEST_FP32 = (2 - 2**-23) * 2.0**127
+
 
 @dataclass(frozen=True)
 class AttentionConfig:
@@ -40,6 +42,8 @@ class AttentionConfig:
                 f"attn_cfg.rotary_emb_dim: expected an even number up to head_dim {self.head_dim}, "
                 f"got {self.rotary_emb_dim}"
             )
+        for name in ("softmax_scale", "rotary_emb_base"):
+            _positive_fp32(f"attn_cfg.{name}", getattr(self, name))
 
     @property
     def qkv_dim(self) -> int:
@@ -94,9 +98,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.layer not in ("Mamba1", "Mamba2"):
             raise Mamba2Error(f"layer: expected Mamba1 or Mamba2, got {self.layer}")
-        sizes = ("d_model", "n_layer", "vocab_size", "d_state", "d_inner", "d_ssm", "headdim", "ngroups")
-        for name in sizes:
+        sizes = "d_model n_layer vocab_size d_state d_inner d_ssm headdim ngroups chunk_size"
+        for name in sizes.split():
             _positive(name, getattr(self, name))
+        for name in ("norm_eps", "gated_norm_eps"):
+            _positive_fp32(name, getattr(self, name))
+        if self.bcdt_norm_eps is not None:
+            _positive_fp32("bcdt_norm_eps", self.bcdt_norm_eps)
         if not 2 <= self.d_conv <= 4:
             raise Mamba2Error(f"d_conv: expected 2 to 4, got {self.d_conv}")
         if self.vocab_rows < self.vocab_size:
@@ -145,6 +153,11 @@ class ModelConfig:
 def _positive(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise Mamba2Error(f"{name}: expected a positive integer, got {value!r}")
+
+
+def _positive_fp32(name: str, value: float) -> None:
+    if not 0 < value <= LARGEST_FP32:
+        raise Mamba2Error(f"{name}: expected a positive number that fp32 can hold, got {value}")
 
 
 def _divides(name: str, value: int, of: str, total: int) -> None:
