@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from mamba_commands.output import Output
+from mamba_commands.output import Output, say_error
 
 COLUMNS = ("name", "rows", "share")
 ROWS = [("conv1d [/INST]", 5376, 0.25), ("中文", 7, 12.5), ("with\ttab\nand line", 1234567, "-")]
@@ -114,3 +114,14 @@ def test_progress_moves_only_on_a_terminal_and_only_on_stderr(streams, terminal,
         advance(6)
     assert stdout.getvalue() == ""
     assert ("Reading [x]" in stderr.getvalue()) == (terminal and not quiet)
+
+
+def test_names_from_a_checkpoint_can_neither_steer_the_terminal_nor_add_lines(streams):
+    stdout, stderr = streams(terminal=True)
+    say_error("\x1b[2Jname\nerror: another: got 1", "\x9b31m\r")
+    Output().note("\x07bell")
+    Output().table(("name",), [("\x1b]0;title\x07",)])
+    assert stderr.getvalue() == (
+        "error: \\x1b[2Jname\\nerror: another: got 1\nhint: \\x9b31m\\x0d\n\\x07bell\n"
+    )
+    assert stdout.getvalue() == "name\n\\x1b]0;title\\x07\n"

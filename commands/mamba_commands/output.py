@@ -6,12 +6,16 @@ Nothing passes through rich markup, nothing is cut to a width, and without a ter
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mamba_cli.errors import Mamba2Error
+
+# Characters that a terminal obeys instead of showing them, but for the tab and the newline.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -113,15 +117,15 @@ def is_terminal(stream: Any) -> bool:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Write to stderr; what a checkpoint put into `text` cannot steer a terminal."""
+    print(_CONTROL.sub(_escape, text), file=sys.stderr, flush=True)
 
 
 def say_error(message: str, hint: str | None = None) -> None:
-    """Report a failure on stderr: `error: ...`, and `hint: ...` where there is a next step."""
-    say(f"error: {message}")
+    """Report a failure on stderr: a line `error: ...`, and `hint: ...` where there is a next step."""
+    say(f"error: {_one_line(message)}")
     if hint:
-        say(f"hint: {hint}")
+        say(f"hint: {_one_line(hint)}")
 
 
 def prepare_streams() -> None:
@@ -151,4 +155,9 @@ def release_streams() -> None:
 
 
 def _one_line(cell: object) -> str:
-    return str(cell).replace("\t", "\\t").replace("\n", "\\n")
+    text = str(cell).replace("\t", "\\t").replace("\n", "\\n")
+    return _CONTROL.sub(_escape, text)
+
+
+def _escape(control: re.Match[str]) -> str:
+    return f"\\x{ord(control[0]):02x}"
