@@ -76,9 +76,13 @@ def load_reading(
 
 @triton.jit
 def token_of(tile, tokens, t: tl.constexpr):
-    """tile[t], for a tile whose tokens lie in registers. As integers, for x + 0 is x for the compiler."""
-    bits = tl.where(tokens == t, tile.to(tl.int32, bitcast=True), 0)
-    return tl.sum(bits, axis=0).to(tl.float32, bitcast=True)
+    """tile[t], for a tile whose tokens lie in registers: no instruction, as x + -0.0 is x to the compiler.
+
+    A sum of floats, which Triton does not compute a second time in another layout; to spare `over_channels`
+    its pass through shared memory, it would do that with all the steps of a tile.
+    """
+    minus_zero = tl.full(tile.shape, -(2**31), tl.int32).to(tl.float32, bitcast=True)  # -0.0 would be 0.0
+    return tl.sum(tl.where(tokens == t, tile, minus_zero), axis=0)
 
 
 @triton.jit
