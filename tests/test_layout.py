@@ -1,6 +1,7 @@
 """The layout that keeps three packages in one distribution apart, as the design states it."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,12 @@ def test_transformers_works_from_the_root():
     code = "from transformers import Mamba2ForCausalLM"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_operations_are_found_in_the_package_whatever_was_imported_before():
+    import mamba_kernels
+
+    for name in mamba_kernels.__all__:
+        importlib.import_module(f"mamba_kernels.{mamba_kernels._HOMES[name]}")
+        operation = getattr(mamba_kernels, name)
+        assert callable(operation) and operation.__name__ == name
