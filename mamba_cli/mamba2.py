@@ -10,7 +10,7 @@ from mamba_cli.weights import Weights
 from mamba_kernels.backend import backend_for
 from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_kernels.chunk_scan import mamba_chunk_scan_combined
-from mamba_kernels.decode_cpu import MixerStep
+from mamba_kernels.mixer_cpu import MixerCore
 from mamba_kernels.rmsnorm import rmsnorm_fn
 from mamba_kernels.selective_state_update import selective_state_update
 
@@ -30,7 +30,7 @@ class Mamba2Mixer:
         self.D = D.unflatten(0, (config.nheads, config.headdim)) if config.D_has_hdim else D
         self.norm_weight = weights("norm.weight") if config.rmsnorm else None
         self.out_proj = Linear(weights("out_proj.weight"), weights.optional("out_proj.bias"))
-        self.torch_step = MixerStep(
+        self.torch_core = MixerCore(
             self.conv_weight,
             self.conv_bias,
             self.dt_bias,
@@ -45,19 +45,47 @@ class Mamba2Mixer:
 
     def prefill(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
         """Read seqlen tokens; `state` is updated in place."""
+        z0, x0, *zxbcdt = self._split(self.in_proj(u))
+        on_torch = backend_for(u.device) == "torch"
+        y = (self.torch_core.prefill if on_torch else self._prefill)(*zxbcdt, state.conv, state.ssm)
+        return self._project(y, z0, x0)
+
+    def step(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
+        """Read one token, u (batch, d_model); `state` is updated in place."""
+        z0, x0, *zxbcdt = self._split(self.in_proj(u))
+        on_torch = backend_for(u.device) == "torch"
+        y = (self.torch_core.step if on_torch else self._step)(*zxbcdt, state.conv, state.ssm)
+        return self._project(y, z0, x0)
+
+    def _split(self, zxbcdt: torch.Tensor) -> tuple[torch.Tensor, ...]:
         config = self.config
-        z0, x0, z, xBC, dt = self._split(self.in_proj(u))
+        widths = (config.d_mlp, config.d_mlp, config.d_ssm, config.conv_dim, config.nheads)
+        return zxbcdt.split_with_sizes(widths, -1)
+
+    def _project(self, y: torch.Tensor, z0: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if self.config.d_mlp else y)
+
+    def _prefill(
+        self,
+        z: torch.Tensor,
+        xBC: torch.Tensor,
+        dt: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+    ) -> torch.Tensor:
+        """What `MixerCore.prefill` does, by kernels."""
+        config = self.config
         window = xBC.transpose(1, 2)
         conv = causal_conv1d_fn(
             window,
             self.conv_weight,
             self.conv_bias,
-            initial_states=state.conv[..., 1:],
+            initial_states=conv_state[..., 1:],
             activation="silu",
         ).transpose(1, 2)
-        advance_window(state.conv, window)
+        advance_window(conv_state, window)
         x, B, C = self._split_conv(conv)
-        y, ssm = mamba_chunk_scan_combined(
+        y, final_states = mamba_chunk_scan_combined(
             x,
             dt,
             self.A,
@@ -67,27 +95,30 @@ class Mamba2Mixer:
             D=self.D,
             z=None if config.rmsnorm else z.unflatten(-1, (config.nheads, config.headdim)),
             dt_bias=self.dt_bias,
-            initial_states=state.ssm,
+            initial_states=ssm_state,
             dt_softplus=True,
             dt_limit=config.dt_limit,
             return_final_states=True,
         )
-        state.ssm.copy_(ssm)
-        return self.out_proj(self._gate(y.flatten(-2), z0, x0, z))
+        ssm_state.copy_(final_states)
+        return self._norm(y.flatten(-2), z)
 
-    def step(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
-        """Read one token, u (batch, d_model); `state` is updated in place."""
+    def _step(
+        self,
+        z: torch.Tensor,
+        xBC: torch.Tensor,
+        dt: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+    ) -> torch.Tensor:
+        """What `MixerCore.step` does, by kernels."""
         config = self.config
-        z0, x0, z, xBC, dt = self._split(self.in_proj(u))
-        if backend_for(u.device) == "torch":
-            y = self.torch_step(z, xBC, dt, state.conv, state.ssm).to(u.dtype)
-            return self.out_proj(self._beside_mlp(y, z0, x0))
-        conv = causal_conv1d_update(xBC, state.conv, self.conv_weight, self.conv_bias, "silu")
+        conv = causal_conv1d_update(xBC, conv_state, self.conv_weight, self.conv_bias, "silu")
         x, B, C = self._split_conv(conv)
         dt = F.softplus(dt + self.dt_bias).clamp(*config.dt_limit)
         heads = (-1, config.nheads, config.headdim)
         y = selective_state_update(
-            state.ssm,
+            ssm_state,
             x,
             dt[..., None].expand(heads),
             self.A[:, None, None].expand(*heads[1:], config.d_state),
@@ -96,12 +127,7 @@ class Mamba2Mixer:
             D=self.D if config.D_has_hdim else self.D[:, None].expand(heads[1:]),
             z=None if config.rmsnorm else z.unflatten(-1, heads[1:]),
         )
-        return self.out_proj(self._gate(y.flatten(-2), z0, x0, z))
-
-    def _split(self, zxbcdt: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        config = self.config
-        widths = (config.d_mlp, config.d_mlp, config.d_ssm, config.conv_dim, config.nheads)
-        return zxbcdt.split_with_sizes(widths, -1)
+        return self._norm(y.flatten(-2), z)
 
     def _split_conv(self, conv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         config = self.config
@@ -114,22 +140,19 @@ class Mamba2Mixer:
             C.unflatten(-1, groups),
         )
 
-    def _gate(self, y: torch.Tensor, z0: torch.Tensor, x0: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def _norm(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         config = self.config
-        if self.norm_weight is not None:
-            y = rmsnorm_fn(
-                y,
-                self.norm_weight,
-                None,
-                z=z,
-                eps=config.gated_norm_eps,
-                group_size=config.d_ssm // config.ngroups,
-                norm_before_gate=config.norm_before_gate,
-            )
-        return self._beside_mlp(y, z0, x0)
-
-    def _beside_mlp(self, y: torch.Tensor, z0: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
-        return torch.cat([F.silu(z0) * x0, y], -1) if self.config.d_mlp else y
+        if self.norm_weight is None:
+            return y
+        return rmsnorm_fn(
+            y,
+            self.norm_weight,
+            None,
+            z=z,
+            eps=config.gated_norm_eps,
+            group_size=config.d_ssm // config.ngroups,
+            norm_before_gate=config.norm_before_gate,
+        )
 
 
 def advance_window(window: torch.Tensor, x: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from mamba_cli.mamba2 import Mamba2Mixer
 from mamba_cli.state import State
 from mamba_cli.weights import Weights
 from mamba_kernels.backend import backend_for
-from mamba_kernels.decode_cpu import RMSNorm
+from mamba_kernels.mixer_cpu import RMSNorm
 from mamba_kernels.rmsnorm import add_norm_fn
 
 

@@ -10,6 +10,7 @@ a = cumsum(dt A) inside a chunk and H the state that enters it,
 Every exponent is at most 0 for A <= 0. Shapes are those of `chunk_scan.mamba_chunk_scan_combined`.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -236,8 +237,9 @@ def _scan_blocks(x, dt, B, C, y, A, D, state, run, previous) -> None:
     x, B, C = x.to(narrow), B.to(narrow).transpose(1, 2), C.to(narrow).transpose(1, 2)
 
     dt = dt.transpose(1, 2).contiguous()  # (chunks, nheads, q), as a, into and onward
-    a = (dt * A.to(dt.dtype)[:, None]).cumsum(-1)
-    into, onward = a.exp(), (a[..., -1:] - a).exp_().mul_(dt)
+    # To base 2: exp2 takes a third of exp's time, and a tenth where the result is below the normal numbers.
+    a = (dt * (A.to(dt.dtype) * math.log2(math.e))[:, None]).cumsum(-1)
+    into, onward = a.exp2(), (a[..., -1:] - a).exp2_().mul_(dt)
     scores = torch.matmul(C, B.transpose(-1, -2)).to(dt.dtype).tril_()  # (chunks, ngroups, q, q)
     if run is not None:
         before = torch.cat([previous[None], run[:-1, -1]])
@@ -245,8 +247,9 @@ def _scan_blocks(x, dt, B, C, y, A, D, state, run, previous) -> None:
         into.mul_((run == before[:, None])[:, None])
         onward.mul_((run == run[:, -1:])[:, None])
 
-    # Exponents above the diagonal are cut to 0; the scores there are 0 already.
-    weights = (a[..., :, None] - a[..., None, :]).clamp_max_(0).exp_()
+    # Exponents above the diagonal are cut to 0; the scores there are 0 already. Below, the smallest normal
+    # number of float32 stands for all that is smaller.
+    weights = (a[..., :, None] - a[..., None, :]).clamp_(-126, 0).exp2_()
     weights.unflatten(1, (ngroups, -1)).mul_(scores[:, :, None])
     weights.mul_(dt[..., None, :])
     if D is not None and D.dim() == 1:
