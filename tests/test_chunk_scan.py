@@ -203,8 +203,9 @@ def test_a_row_alone_equals_the_row_in_a_batch(backend, device):
     y, state = scan(args)
     rows = {k: args[k][:1] for k in ("x", "dt", "B", "C", "z", "initial_states")}
     alone_y, alone_state = scan({**args, **rows})
-    torch.testing.assert_close(alone_y, y[:1], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(alone_state, state[:1], rtol=1e-6, atol=1e-6)
+    # Vector and scalar softplus round differently, and a cumulated exponent of 100 magnifies that.
+    torch.testing.assert_close(alone_y, y[:1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(alone_state, state[:1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("lengths", [(5, 20, 3), (32, 33, 31), (1, 1, 1, 90), (64,)])
