@@ -73,6 +73,16 @@ class Shape:
 
 PARTS = ("state_update", "tokens")
 STATE_UPDATES = (("mamba2", torch.float32), ("mamba2", torch.bfloat16), ("mamba1", torch.float32))
+# Rows of a tile, tiles and warps of a program, cache hints of the state's loads and stores.
+STATE_TILES = {
+    "mamba2": [
+        (4, 2, 1, "", ""), (8, 1, 1, "", ""), (8, 1, 1, "evict_first", ".cs"), (8, 2, 1, "", ""),
+        (8, 4, 1, "", ""), (8, 8, 1, "", ""), (16, 1, 1, "", ""), (16, 1, 1, "evict_first", ".cs"),
+        (16, 1, 2, "", ""), (16, 2, 2, "", ""), (16, 4, 2, "", ""), (32, 1, 4, "", ""),
+        (32, 2, 4, "", ""), (8, 4, 1, "evict_first", ".cs"),
+    ],
+    "mamba1": [(64, 1, 2, "", ""), (32, 1, 1, "", ""), (64, 1, 1, "", "")],
+}  # fmt: skip
 SHAPES = [Shape("130m", 768, 24), Shape("2.7b", 2560, 64)]
 SMOKE = [Shape("tiny", 32, 2, vocab=40, headdim=16, d_state=16)]
 
@@ -331,11 +341,9 @@ def time_state_update(case: str, dtype: torch.dtype, smoke: bool) -> list[dict[s
     from mamba_kernels.selective_state_update_triton import launch
 
     batch, nheads, headdim, d_state = (256, 80, 64, 128) if case == "mamba2" else (256, 1, 5120, 16)
-    tiles = [(8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4)]
-    if case == "mamba1":
-        tiles = [(64, 1), (64, 2), (128, 2), (128, 4), (256, 4)]
+    tiles = STATE_TILES[case]
     if smoke:
-        batch, nheads, headdim, d_state, tiles = 2, 2 if case == "mamba2" else 1, 16, 16, [(8, 1)]
+        batch, nheads, headdim, d_state, tiles = 2, 2 if case == "mamba2" else 1, 16, 16, tiles[:2]
     wide = torch.float32
     narrow = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
@@ -352,14 +360,26 @@ def time_state_update(case: str, dtype: torch.dtype, smoke: bool) -> list[dict[s
     else:
         dt, dt_bias, D = random(batch, nheads, headdim), random(nheads, headdim), random(nheads, headdim)
         A = -random(nheads, headdim, d_state, kind=wide).exp()
+    print(f"state update {case} {dtype}, batch {batch} (Mamba-2 fp32/bf16: must 345/195, aim 325/170 us)")
     trials = []
-    for config in (None, *({"BLOCK_P": rows, "num_warps": warps} for rows, warps in tiles)):
+    configs = [
+        {"BLOCK_P": rows, "TILES": count, "num_warps": warps, "LOAD": load, "STORE": store}
+        for rows, count, warps, load, store in tiles
+    ]
+    copied = torch.empty_like(state)
+    for name, work in (("copy", partial(copied.copy_, state)), ("in place", partial(state.mul_, 0.999))):
+        us = 1e3 * milliseconds(work)
+        print(f"  {us:7.1f} us {2 * state.nbytes / us / 1e3:5.0f} GB/s  for comparison: {name}")
+    for config in (None, *configs):
         args = (state, x, dt, A, B, C, D, z, dt_bias, True, None, None, "mamba", config)
-        us = 1e3 * milliseconds(partial(launch, *args))
+        try:
+            us = 1e3 * milliseconds(partial(launch, *args))
+        except Exception as error:
+            print(f"  broken: {short(config)}: {type(error).__name__}: {error}"[:300])
+            continue
         rate = 2 * state.numel() * state.element_size() / us / 1e3
         trials.append({"case": case, "state": str(dtype), "config": config, "us": us, "GB/s": rate})
-    print(f"state update {case} {dtype}, batch {batch} (Mamba-2 fp32/bf16: must 345/195, aim 325/170 us)")
-    for trial in [trials[0], *sorted(trials[1:], key=lambda trial: trial["us"])[:3]]:
+    for trial in [trials[0], *sorted(trials[1:], key=lambda trial: trial["us"])]:
         print(f"  {trial['us']:7.1f} us {trial['GB/s']:5.0f} GB/s  {short(trial['config'])}")
     return trials
 
