@@ -185,8 +185,10 @@ def _scan_backward_kernel(
                 h_re, h_im, decay_re, decay_im, drive_re, drive_im, tokens, BLOCK_T, COMPLEX
             )
 
+        # What one thread of the program stored, another may load.
         tl.debug_barrier()
-        # Backward over its tiles.
+
+        # Backward over the stretch's tiles.
         h_next_re, h_next_im = load_pair(slot_ptrs + (tiles - 1) * (SLOT * PARTS), SLOT, slot_in, COMPLEX)
         for j in range(tiles):
             i = tiles - 1 - j
@@ -318,12 +320,21 @@ def _scan_backward_kernel(
 
 
 def config_for(inputs: ScanInputs) -> dict[str, int]:
-    """Block sizes, as forward; tiles are shorter, for there is more to hold of each token."""
+    """Block sizes, as forward; tiles are shorter, for there is more to hold of each token.
+
+    The programs' parts of dB and dC take 4 bytes a program, token and state: with many channels, fewer and
+    larger programs keep them small beside the other gradients.
+    """
     states = triton.next_power_of_2(inputs.A.shape[1])
     held = 2 if inputs.A.is_complex() else 4
     lanes = min(32, max(1, states // held))
     tokens = 4 if inputs.discretization in ("zoh", "bilinear") else 8
-    return {"BLOCK_T": max(1, min(tokens, tokens * held * lanes // states)), "LANES": lanes, "num_warps": 2}
+    channels = inputs.u.shape[0] * inputs.u.shape[1]
+    return {
+        "BLOCK_T": max(1, min(tokens, tokens * held * lanes // states)),
+        "LANES": lanes,
+        "num_warps": 2 if channels <= 8192 else 4,
+    }
 
 
 def scan_backward(

@@ -105,7 +105,8 @@ def over_channels(x):
     """Sum a tile (tokens, ROWS, channels, LANES) over the channels: (tokens, ROWS, LANES).
 
     With the channels as the first axis they lie in registers, after one pass through shared memory; in
-    their place the sum would be log2(channels) shuffles for each of the results.
+    their place the sum would be log2(channels) shuffles for each of the results. The product by 1 is there
+    to be computed in the layout of the new shape: a permutation alone keeps the old one.
     """
     return tl.sum(tl.permute(x, (2, 0, 1, 3)) * 1.0, axis=0)
 
