@@ -154,24 +154,35 @@ def pad_to_dot(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def choose_segments(row_blocks: int, programs: int, processors: int) -> int:
-    """How many segments to walk a row in, where `programs` are what one segment has.
+def resident(shared_memory: int, limits: Limits) -> int:
+    """How many programs run at a time that take so much shared memory each; registers allow two a processor."""
+    return limits.processors * max(1, min(2, limits.shared_memory // shared_memory))
 
-    Segments read x and B a second time, so they pay only where most processors would be idle, and not
-    where a segment is too short to hide the two launches more.
+
+def choose_segments(row_blocks: int, programs: int, processors: int, slots: int) -> int:
+    """How many segments to walk a row in: `programs` are what one segment has, `slots` run at a time.
+
+    Segments read x and B a second time, so they pay only where most processors would be idle; there, the
+    fewest blocks one after the other. The launches more cost about as much as 8 blocks (on an H200).
     """
     if 2 * programs > processors:
         return 1
-    return max(1, min(row_blocks // 8, triton.cdiv(2 * processors, programs)))
+    return min(
+        range(1, max(min(slots // max(programs, 1), row_blocks), 1) + 1),
+        key=lambda segments: 2 * triton.cdiv(row_blocks, segments) + 8 if segments > 1 else row_blocks,
+    )
 
 
-def choose_heads(blocks: int, group_heads: int, processors: int) -> int:
+def choose_heads(blocks: int, group_heads: int, slots: int) -> int:
     """How many heads of a group a program takes, where `blocks` programs share the group's B and C.
 
-    The fewest rounds of all processors, each as long as its heads and what a program does before them,
-    which costs about as much as two heads. Where that leaves a choice, more heads: fewer programs.
+    The fewest rounds of the `slots` programs that run at a time, each as long as its heads and what a
+    program does before them, which costs about as much as two heads. Programs of one round do not take
+    the same time: the last term is what the longest of them wastes (both fitted to an H200).
     """
     return min(
         range(group_heads, 0, -1),
-        key=lambda heads: triton.cdiv(blocks * triton.cdiv(group_heads, heads), processors) * (heads + 2),
+        key=lambda heads: (
+            triton.cdiv(blocks * triton.cdiv(group_heads, heads), slots) * (heads + 2) + heads / 16
+        ),
     )

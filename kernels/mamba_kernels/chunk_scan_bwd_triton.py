@@ -24,6 +24,7 @@ from mamba_kernels.chunk_scan_blocks_triton import (
     offset_dtype,
     pack,
     pad_to_dot,
+    resident,
     row_of_block,
     strides,
     tl_dtype,
@@ -246,7 +247,8 @@ def _decay_gradient_kernel(
 
 # BLOCK, BLOCK_P, and (num_warps, num_stages) of the states and of the gradients kernel, best first.
 TILES_16_BIT = (
-    (64, 64, (4, 3), (8, 2)),
+    (64, 64, (8, 3), (8, 3)),
+    (64, 64, (8, 3), (8, 2)),
     (64, 64, (4, 2), (8, 1)),
     (32, 32, (4, 2), (4, 2)),
     (32, 32, (4, 2), (4, 1)),
@@ -275,14 +277,17 @@ def config_for(
         # B and C stay; both states, x and dy are loaded ahead; x and dy are also stored weighted.
         ahead = gradients[1] * 2 * (block_n + block) * block_p
         total = (2 * block * block_n + ahead + 2 * block * block_p + block * block) * size
-        if max(total, states[1] * block * (block_n + block_p) * size) + 4096 <= limits.shared_memory:
+        states_bytes = max(states[1], 2) * block * (block_n + block_p) * size
+        if max(total, states_bytes) + 4096 <= limits.shared_memory:
             break
     else:
         raise too_large(d_state, dtype, limits)
     row_blocks = triton.cdiv(seqlen, block)
     ptiles = triton.cdiv(headdim, block_p)
-    segments = choose_segments(row_blocks, rows * nheads * ptiles, limits.processors)
-    heads = choose_heads(rows * row_blocks * ptiles * ngroups, nheads // ngroups, limits.processors)
+    slots = resident(states_bytes, limits)
+    segments = choose_segments(row_blocks, rows * nheads * ptiles, limits.processors, slots)
+    slots = resident(total, limits)
+    heads = choose_heads(rows * row_blocks * ptiles * ngroups, nheads // ngroups, slots)
     return {
         "BLOCK": block,
         "states": {"BLOCK_P": block_p, "segments": segments, "num_warps": states[0], "num_stages": states[1]},

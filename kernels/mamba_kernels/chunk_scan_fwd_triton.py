@@ -4,6 +4,8 @@ A program takes one block of tokens and a run of heads of one group. B, C and th
 heads share, are read and multiplied once; the loop over heads then reads only what is the head's own.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from mamba_kernels.chunk_scan_blocks_triton import (
     offset_dtype,
     pack,
     pad_to_dot,
+    resident,
     row_of_block,
     strides,
     tl_dtype,
@@ -107,19 +110,31 @@ def _output_kernel(
         tl.store(ptrs, acc.to(y.dtype.element_ty), mask=(i[:, None] < left) & (p[None, :] < headdim))
 
 
-# BLOCK, BLOCK_P, and (num_warps, num_stages) of the states and of the output kernel, best first.
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of the kernels: (BLOCK_P, num_warps, num_stages) of the states and of the output kernel."""
+
+    block: int
+    states: tuple[int, int, int]
+    output: tuple[int, int, int]
+
+
+# Best first. Blocks of 128 tokens hand half as many states on, but their programs fill a multiprocessor
+# each: they pay where each has this many heads of blocks to work through, and the walk has no segments.
+LONG = Tiles(128, (64, 4, 3), (64, 8, 4))
+LONG_HEADS = 8
 TILES_16_BIT = (
-    (128, 64, (8, 3), (8, 3)),
-    (128, 64, (8, 2), (8, 2)),
-    (64, 64, (4, 2), (4, 2)),
-    (64, 32, (4, 2), (4, 2)),
-    (32, 32, (4, 2), (4, 2)),
-    (16, 16, (4, 1), (4, 1)),
+    LONG,
+    Tiles(64, (32, 4, 4), (64, 4, 3)),
+    Tiles(64, (64, 4, 2), (64, 4, 2)),
+    Tiles(64, (32, 4, 2), (32, 4, 2)),
+    Tiles(32, (32, 4, 2), (32, 4, 2)),
+    Tiles(16, (16, 4, 1), (16, 4, 1)),
 )
 # IEEE products run on the scalar units, with whole rows of both operands in registers.
 TILES_32_BIT = (
-    (32, 32, (8, 1), (8, 1)),
-    (16, 16, (4, 1), (4, 1)),
+    Tiles(32, (32, 8, 1), (32, 8, 1)),
+    Tiles(16, (16, 4, 1), (16, 4, 1)),
 )
 
 
@@ -133,26 +148,41 @@ def config_for(
     dtype: torch.dtype,
     limits: Limits,
 ) -> dict:
-    """Choose the blocks of a forward: the first tiles of the list whose buffers fit in shared memory."""
-    size, block_n = dtype.itemsize, pad_to_dot(d_state)
-    for block, block_p, states, output in TILES_32_BIT if size == 4 else TILES_16_BIT:
-        block, block_p = min(block, pad_to_dot(seqlen)), min(block_p, pad_to_dot(headdim))
+    """Choose the blocks of a forward: the first tiles of the list that suit the shape and fit the card."""
+    size, block_n, padded = dtype.itemsize, pad_to_dot(d_state), pad_to_dot(headdim)
+    walks = rows * nheads * triton.cdiv(headdim, LONG.states[0])
+    crowded = 2 * walks > limits.processors
+    crowded &= rows * (seqlen // LONG.block) * nheads >= LONG_HEADS * limits.processors
+    for tiles in TILES_32_BIT if size == 4 else TILES_16_BIT:
+        if tiles is LONG and not crowded:
+            continue
+        block = min(tiles.block, pad_to_dot(seqlen))
+        states_p, states_warps, states_stages = tiles.states
+        output_p, output_warps, output_stages = tiles.output
+        states_p, output_p = min(states_p, padded), min(output_p, padded)
         # What is loaded ahead, once a stage: B and x; the state and x, beside C that stays.
-        states_bytes = max(states[1], 2) * block * (block_n + block_p) * size
-        output_bytes = (block * block_n + max(output[1], 2) * (block_n + block) * block_p) * size
+        states_bytes = max(states_stages, 2) * block * (block_n + states_p) * size
+        output_bytes = (block * block_n + max(output_stages, 2) * (block_n + block) * output_p) * size
         if max(states_bytes, output_bytes) + 4096 <= limits.shared_memory:
             break
     else:
         raise too_large(d_state, dtype, limits)
     row_blocks = triton.cdiv(seqlen, block)
-    ptiles = triton.cdiv(headdim, block_p)
-    segments = choose_segments(row_blocks, rows * nheads * ptiles, limits.processors)
-    heads = choose_heads(rows * row_blocks * ptiles * ngroups, nheads // ngroups, limits.processors)
+    walks = rows * nheads * triton.cdiv(headdim, states_p)
+    segments = choose_segments(row_blocks, walks, limits.processors, resident(states_bytes, limits))
+    blocks = rows * row_blocks * triton.cdiv(headdim, output_p) * ngroups
+    heads = choose_heads(blocks, nheads // ngroups, resident(output_bytes, limits))
     return {
         "BLOCK": block,
-        "states": {"BLOCK_P": block_p, "segments": segments, "num_warps": states[0], "num_stages": states[1]},
-        "output": {"BLOCK_P": block_p, "heads": heads, "num_warps": output[0], "num_stages": output[1]},
-    }
+        "states": {
+            "BLOCK_P": states_p, "segments": segments, "num_warps": states_warps, "num_stages": states_stages,
+        },
+        # A program loads no further ahead than it has heads.
+        "output": {
+            "BLOCK_P": output_p, "heads": heads, "num_warps": output_warps,
+            "num_stages": min(output_stages, heads + 1),
+        },
+    }  # fmt: skip
 
 
 def launch_forward(
