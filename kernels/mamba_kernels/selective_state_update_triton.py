@@ -14,33 +14,16 @@ from mamba_kernels.triton_math import expm1_ratio, silu, softplus
 
 @triton.jit
 def _inside(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The mask of `index`, None where blocks divide the axis and nothing can lie outside."""
+    """The mask of `index`; where blocks divide the axis a constant, which the compiler drops."""
     if SIZE % BLOCK == 0:
-        return None
+        return tl.full(index.shape, 1, tl.int1)
     else:
         return index < SIZE
 
 
 @triton.jit
-def _both(row_mask, column_mask):
-    """The mask of a tile, of masks that may be None."""
-    if row_mask is None:
-        if column_mask is None:
-            return None
-        else:
-            return column_mask[None, :]
-    elif column_mask is None:
-        return row_mask[:, None]
-    else:
-        return row_mask[:, None] & column_mask[None, :]
-
-
-@triton.jit
 def _load_or_zero(ptr, offsets, mask):
-    if mask is None:
-        return tl.load(ptr + offsets).to(tl.float32)
-    else:
-        return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -57,20 +40,15 @@ def _load_tile(
     p = first + tl.arange(0, BLOCK_P)
     p_in = _inside(p, DIM, BLOCK_P)
     p = p.to(INDEX)
-    ptrs = state_ptr + p[:, None] * STATE_DIM + n[None, :] * STATE_N
-    mask = _both(p_in, _inside(n, D_STATE, BLOCK_N))
     if PACKED:
         w = tl.arange(0, BLOCK_N // 2)
         words = state_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        word_ptrs = words + p[:, None] * (STATE_DIM // 2) + w[None, :]
-        word_mask = _both(p_in, _inside(w, D_STATE // 2, BLOCK_N // 2))
-        if word_mask is None:
-            state = tl.load(word_ptrs, eviction_policy=LOAD)
-        else:
-            state = tl.load(word_ptrs, mask=word_mask, other=0, eviction_policy=LOAD)
-    elif mask is None:
-        state = tl.load(ptrs, eviction_policy=LOAD)
+        ptrs = words + p[:, None] * (STATE_DIM // 2) + w[None, :]
+        mask = p_in[:, None] & _inside(w, D_STATE // 2, BLOCK_N // 2)[None, :]
+        state = tl.load(ptrs, mask=mask, other=0, eviction_policy=LOAD)
     else:
+        ptrs = state_ptr + p[:, None] * STATE_DIM + n[None, :] * STATE_N
+        mask = p_in[:, None] & _inside(n, D_STATE, BLOCK_N)[None, :]
         state = tl.load(ptrs, mask=mask, other=0.0, eviction_policy=LOAD)
     x = tl.load(x_ptr + p * X_DIM, mask=p_in)
     D = x
@@ -111,7 +89,6 @@ def _selective_state_update_kernel(
     head = (pid // PARTS % NHEADS).to(tl.int64)
     batch = (pid // (PARTS * NHEADS)).to(tl.int64)
     group = head // HEADS_PER_GROUP
-    OTHER: tl.constexpr = None if D_STATE % BLOCK_N == 0 else 0.0
     n = tl.arange(0, BLOCK_N).to(INDEX)
     n_in = _inside(n, D_STATE, BLOCK_N)
 
@@ -154,8 +131,8 @@ def _selective_state_update_kernel(
             dt_bias = tl.load(dt_bias_ptr)
         if deltaA_ptr is not None:
             decay_dt = tl.load(deltaA_ptr)
-    B = tl.load(B_ptr + batch * stride_B_batch + group * stride_B_group + n * B_N, mask=n_in, other=OTHER)
-    C = tl.load(C_ptr + batch * stride_C_batch + group * stride_C_group + n * C_N, mask=n_in, other=OTHER)
+    B = tl.load(B_ptr + batch * stride_B_batch + group * stride_B_group + n * B_N, mask=n_in, other=0.0)
+    C = tl.load(C_ptr + batch * stride_C_batch + group * stride_C_group + n * C_N, mask=n_in, other=0.0)
 
     for tile in tl.static_range(TILES):
         first = begin + tile * BLOCK_P
@@ -168,7 +145,7 @@ def _selective_state_update_kernel(
             )  # fmt: skip
         p = first + tl.arange(0, BLOCK_P)
         p_in = _inside(p, DIM, BLOCK_P)
-        both_in = _both(p_in, n_in)
+        both_in = p_in[:, None] & n_in[None, :]
         p = p.to(INDEX)
         if not TIED:
             dt = _load_or_zero(dt_ptr, p * DT_DIM, p_in)[:, None]
