@@ -44,6 +44,15 @@ def unpack(words, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def inside(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The mask of `index`; where blocks divide the axis a constant, which the compiler drops."""
+    if SIZE % BLOCK == 0:
+        return tl.full(index.shape, 1, tl.int1)
+    else:
+        return index < SIZE
+
+
+@triton.jit
 def rstd(
     squares_ptr, stride_batch, m, m_in, group, parts, group_size, eps,
     BLOCK_M: tl.constexpr, BLOCK_PARTS: tl.constexpr,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mamba_kernels.decode_norm_triton import early_start, start_next, unpack, wait_for_previous
+from mamba_kernels.decode_norm_triton import early_start, inside, start_next, unpack, wait_for_previous
 from mamba_kernels.triton_math import silu, softplus
 
 
@@ -14,61 +14,67 @@ from mamba_kernels.triton_math import silu, softplus
 def _ssm_step_kernel(
     zxbcdt_ptr, ssm_state_ptr, slots_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr,
     scaled_ptr, squares_ptr,
-    nheads, headdim, d_state, d_ssm, heads_per_group, dt_min, dt_max,
-    stride_in, stride_slot, stride_head, stride_p, stride_n, stride_D_head, stride_D_p,
-    stride_scaled, stride_squares,
-    NORM: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
+    dt_min, dt_max, stride_in, stride_slot, stride_head, stride_D_head, stride_scaled, stride_squares,
+    NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
+    STATE_P: tl.constexpr, STATE_N: tl.constexpr, D_P: tl.constexpr, INDEX: tl.constexpr,
+    NORM: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program pid = (batch * nheads + head) * TILES + tile advances state[slot, head, p, :].
+    """Program pid = (batch * NHEADS + head) * TILES + tile advances state[slot, head, p, :].
 
-    p: BLOCK_P rows of headdim, n: BLOCK_N >= d_state columns. A row of zxbcdt is z, x (d_ssm each), B, C
-    (ngroups * d_state each), dt (nheads). NORM: "none", "gate_first" or "norm_first". PACKED: a 16-bit
-    state is read as int32 words, see `unpack`.
+    p: BLOCK_P rows of HEADDIM, n: BLOCK_N >= D_STATE columns. A row of zxbcdt is z, x (D_SSM each), B, C
+    (groups * D_STATE each), dt (NHEADS). The strides within a head are constants (STATE_P, ...), so that
+    the loads of a tile have one address between them and follow each other at once. INDEX: the type of
+    offsets within a head. NORM: "none", "gate_first" or "norm_first". PACKED: a 16-bit state is read as
+    int32 words, see `unpack`.
     """
+    TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
+    D_SSM: tl.constexpr = NHEADS * HEADDIM
+    BC: tl.constexpr = NHEADS // HEADS_PER_GROUP * D_STATE
     start_next(PDL)
     pid = tl.program_id(0)
     tile = pid % TILES
-    head = pid // TILES % nheads
-    batch = (pid // (TILES * nheads)).to(tl.int64)
+    head = pid // TILES % NHEADS
+    batch = (pid // (TILES * NHEADS)).to(tl.int64)
     p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, BLOCK_N)
-    p_in = p < headdim
-    n_in = n < d_state
+    p_in = inside(p, HEADDIM, BLOCK_P)
+    n_in = inside(n, D_STATE, BLOCK_N)
     both_in = p_in[:, None] & n_in[None, :]
-    channel = head * headdim + p
+    channel = head * HEADDIM + p
 
-    slot = batch + tl.arange(0, 1)
+    slot = batch
+    live = tl.full((1, 1), 1, tl.int1)
     if slots_ptr is not None:
-        slot = tl.load(slots_ptr + slot).to(tl.int64)
-        both_in = both_in & (slot >= 0)[:, None]  # a padding row has no state
-    state_ptr = ssm_state_ptr + slot[:, None] * stride_slot + head.to(tl.int64) * stride_head
-    state_ptrs = state_ptr + p.to(tl.int64)[:, None] * stride_p + n[None, :] * stride_n
+        slot = tl.load(slots_ptr + batch).to(tl.int64)
+        live = slot + tl.zeros((1, 1), tl.int64) >= 0  # a padding row has no state
+    both_in = both_in & live
+    state_ptr = ssm_state_ptr + slot * stride_slot + head.to(tl.int64) * stride_head
+    state_ptrs = state_ptr + p.to(INDEX)[:, None] * STATE_P + n.to(INDEX)[None, :] * STATE_N
     if PACKED:
         w = tl.arange(0, BLOCK_N // 2)
-        words_ptr = state_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        words_mask = p_in[:, None] & (w < d_state // 2)[None, :] & (slot >= 0)[:, None]
-        words = tl.load(
-            words_ptr + p.to(tl.int64)[:, None] * (stride_p // 2) + w[None, :], mask=words_mask, other=0
-        )
+        word_ptrs = state_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        word_ptrs += p.to(INDEX)[:, None] * (STATE_P // 2) + w[None, :]
+        words_in = p_in[:, None] & inside(w, D_STATE // 2, BLOCK_N // 2)[None, :]
+        words = tl.load(word_ptrs, mask=words_in & live, other=0)
     else:
         state = tl.load(state_ptrs, mask=both_in, other=0.0)
     A_log = tl.load(A_log_ptr + head)
     dt_bias = tl.load(dt_bias_ptr + head)
-    D = tl.load(D_ptr + head * stride_D_head + p * stride_D_p, mask=p_in, other=0.0)
+    D = tl.load(D_ptr + head * stride_D_head + p * D_P, mask=p_in, other=0.0)
     if NORM != "none":
         norm_weight = tl.load(norm_weight_ptr + channel, mask=p_in, other=0.0)
 
     wait_for_previous(PDL)
-    group = head // heads_per_group
+    group = head // HEADS_PER_GROUP
     row = zxbcdt_ptr + batch * stride_in
-    B_row = row + 2 * d_ssm
-    C_row = B_row + nheads // heads_per_group * d_state
-    dt_row = C_row + nheads // heads_per_group * d_state
+    B_row = row + 2 * D_SSM
+    C_row = B_row + BC
+    dt_row = C_row + BC
     dt = tl.load(dt_row + head).to(tl.float32)
-    x = tl.load(row + d_ssm + channel, mask=p_in, other=0.0).to(tl.float32)
-    B = tl.load(B_row + group * d_state + n, mask=n_in, other=0.0).to(tl.float32)
-    C = tl.load(C_row + group * d_state + n, mask=n_in, other=0.0).to(tl.float32)
+    x = tl.load(row + D_SSM + channel, mask=p_in, other=0.0).to(tl.float32)
+    B = tl.load(B_row + group * D_STATE + n, mask=n_in, other=0.0).to(tl.float32)
+    C = tl.load(C_row + group * D_STATE + n, mask=n_in, other=0.0).to(tl.float32)
     z = tl.load(row + channel, mask=p_in, other=0.0).to(tl.float32)
 
     dt = tl.minimum(tl.maximum(softplus(dt + dt_bias.to(tl.float32)), dt_min), dt_max)
@@ -125,18 +131,19 @@ def launch_ssm_step(
     _, nheads, headdim, d_state = ssm_state.shape
     config = config or config_for(batch, nheads, headdim, d_state)
     tiles = triton.cdiv(headdim, config["BLOCK_P"])
-    slot_words = [ssm_state.storage_offset(), *ssm_state.stride()[:3], d_state]
-    packed = (
-        ssm_state.dtype.itemsize == 2 and ssm_state.stride(3) == 1 and all(n % 2 == 0 for n in slot_words)
-    )
+    *_, stride_p, stride_n = ssm_state.stride()
+    even = [ssm_state.storage_offset(), *ssm_state.stride()[:3], d_state]
+    packed = ssm_state.dtype.itemsize == 2 and stride_n == 1 and all(size % 2 == 0 for size in even)
     norm = "none" if norm_weight is None else "norm_first" if norm_before_gate else "gate_first"
+    furthest = 2 * (headdim * stride_p + d_state * stride_n)  # blocks may pass the end, by less than as much
     with torch.cuda.device_of(zxbcdt):
         _ssm_step_kernel[(batch * nheads * tiles,)](
             zxbcdt, ssm_state, slots, dt_bias, A_log, D, norm_weight, scaled, squares,
-            nheads, headdim, d_state, nheads * headdim, nheads // ngroups, *dt_limit,
-            zxbcdt.stride(0), *ssm_state.stride(), D.stride(0), D.stride(1) if D.dim() == 2 else 0,
+            *dt_limit, zxbcdt.stride(0), *ssm_state.stride()[:2], D.stride(0),
             scaled.stride(0), 0 if squares is None else squares.stride(0),
-            NORM=norm, PACKED=packed, TILES=tiles, BLOCK_N=triton.next_power_of_2(d_state),
-            **config, **early_start(pdl, zxbcdt),
+            NHEADS=nheads, HEADDIM=headdim, D_STATE=d_state, HEADS_PER_GROUP=nheads // ngroups,
+            STATE_P=stride_p, STATE_N=stride_n, D_P=D.stride(1) if D.dim() == 2 else 0,
+            INDEX=tl.int32 if furthest < 2**31 else tl.int64, NORM=norm, PACKED=packed,
+            BLOCK_N=triton.next_power_of_2(d_state), **config, **early_start(pdl, zxbcdt),
         )  # fmt: skip
     return nheads * tiles

@@ -8,17 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mamba_kernels.decode_norm_triton import unpack
+from mamba_kernels.decode_norm_triton import inside, unpack
 from mamba_kernels.triton_math import expm1_ratio, silu, softplus
-
-
-@triton.jit
-def _inside(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The mask of `index`; where blocks divide the axis a constant, which the compiler drops."""
-    if SIZE % BLOCK == 0:
-        return tl.full(index.shape, 1, tl.int1)
-    else:
-        return index < SIZE
 
 
 @triton.jit
@@ -38,17 +29,17 @@ def _load_tile(
     PACKED: the state as int32 words, see `unpack`.
     """
     p = first + tl.arange(0, BLOCK_P)
-    p_in = _inside(p, DIM, BLOCK_P)
+    p_in = inside(p, DIM, BLOCK_P)
     p = p.to(INDEX)
     if PACKED:
         w = tl.arange(0, BLOCK_N // 2)
         words = state_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         ptrs = words + p[:, None] * (STATE_DIM // 2) + w[None, :]
-        mask = p_in[:, None] & _inside(w, D_STATE // 2, BLOCK_N // 2)[None, :]
+        mask = p_in[:, None] & inside(w, D_STATE // 2, BLOCK_N // 2)[None, :]
         state = tl.load(ptrs, mask=mask, other=0, eviction_policy=LOAD)
     else:
         ptrs = state_ptr + p[:, None] * STATE_DIM + n[None, :] * STATE_N
-        mask = p_in[:, None] & _inside(n, D_STATE, BLOCK_N)[None, :]
+        mask = p_in[:, None] & inside(n, D_STATE, BLOCK_N)[None, :]
         state = tl.load(ptrs, mask=mask, other=0.0, eviction_policy=LOAD)
     x = tl.load(x_ptr + p * X_DIM, mask=p_in)
     D = x
@@ -90,7 +81,7 @@ def _selective_state_update_kernel(
     batch = (pid // (PARTS * NHEADS)).to(tl.int64)
     group = head // HEADS_PER_GROUP
     n = tl.arange(0, BLOCK_N).to(INDEX)
-    n_in = _inside(n, D_STATE, BLOCK_N)
+    n_in = inside(n, D_STATE, BLOCK_N)
 
     out_ptr += batch * stride_out_batch + head * stride_out_head
     slot = batch
@@ -144,7 +135,7 @@ def _selective_state_update_kernel(
                 ),
             )  # fmt: skip
         p = first + tl.arange(0, BLOCK_P)
-        p_in = _inside(p, DIM, BLOCK_P)
+        p_in = inside(p, DIM, BLOCK_P)
         both_in = p_in[:, None] & n_in[None, :]
         p = p.to(INDEX)
         if not TIED:
