@@ -43,32 +43,45 @@ def options(names: str, *rows: tuple[int, ...]) -> list[Config]:
 
 # For each BLOCK, the variants that are compiled apart; the first of each list is where tuning starts.
 STATES = {
-    128: options(
-        "BLOCK_P num_warps num_stages", (64, 8, 3), (64, 4, 3), (64, 4, 2), (32, 4, 2), (32, 8, 2), (64, 8, 2)
-    ),
-    64: options("BLOCK_P num_warps num_stages", (64, 4, 3), (64, 8, 3), (32, 4, 4), (32, 4, 2), (64, 4, 2)),
-    32: options("BLOCK_P num_warps num_stages", (64, 4, 3)),
+    128: options("BLOCK_P num_warps num_stages", (64, 4, 3), (32, 4, 3), (32, 4, 4)),
+    64: options("BLOCK_P num_warps num_stages", (32, 4, 4), (64, 4, 4), (64, 8, 3), (64, 8, 4), (64, 4, 3)),
+    32: options("BLOCK_P num_warps num_stages", (64, 4, 4)),
     16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
 }
-OUTPUT = {
-    128: options("BLOCK_P num_warps num_stages", (64, 8, 3), (64, 8, 2), (64, 8, 4)),
-    64: options("BLOCK_P num_warps num_stages", (64, 4, 3), (64, 4, 2), (64, 8, 3), (64, 4, 4)),
-    16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
-}
-GRADIENTS = {
-    64: options("BLOCK_P num_warps num_stages", (64, 8, 2), (64, 8, 3), (64, 8, 1), (64, 4, 2), (32, 8, 2)),
-    32: options("BLOCK_P num_warps num_stages", (64, 4, 2), (64, 8, 2), (32, 4, 2)),
-    16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
+VARIANTS = {
+    "output": {
+        128: options("BLOCK_P num_warps num_stages", (64, 8, 4), (64, 8, 3), (64, 8, 5)),
+        64: options("BLOCK_P num_warps num_stages", (64, 4, 3), (64, 4, 2)),
+        16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
+    },
+    "walk": {
+        128: options("BLOCK_P num_warps num_stages", (64, 8, 2)),
+        64: options(
+            "BLOCK_P num_warps num_stages",
+            (64, 4, 2),
+            (64, 4, 3),
+            (64, 8, 2),
+            (64, 8, 3),
+            (32, 4, 2),
+            (32, 4, 3),
+        ),
+        32: options("BLOCK_P num_warps num_stages", (64, 4, 3), (64, 4, 2)),
+        16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
+    },
+    "gradients": {
+        64: options("BLOCK_P num_warps num_stages", (64, 8, 3), (64, 8, 2)),
+        16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
+    },
 }
 
 
 @dataclass
 class Case:
-    """The scan at one shape. `heads` and `segments` are tried after the compiled variants."""
+    """The scan at one shape. `heads` and `segments` are tried after the compiled variants of `part`."""
 
     seqlen: int
     nheads: int
-    backward: bool
+    part: str
     blocks: list[int]
     heads: list[int]
     segments: list[int]
@@ -77,31 +90,34 @@ class Case:
     target: str = ""
 
     @property
-    def part(self) -> str:
-        return "gradients" if self.backward else "output"
+    def backward(self) -> bool:
+        return self.part == "gradients"
+
+    def start(self, block: int) -> Config:
+        config = {
+            "BLOCK": block,
+            "states": dict(STATES[block][0]),
+            self.part: dict(VARIANTS[self.part][block][0]),
+        }
+        if self.part == "walk":
+            config["walk"]["segments"] = self.segments[0]
+        else:
+            config["states"]["segments"] = self.segments[0]
+            config[self.part]["heads"] = self.heads[0]
+        return config
+
+    def steps(self, block: int) -> list[tuple[str, list[Config]]]:
+        """What is tuned, in order: a part of the configuration, and the changes to try on it."""
+        segments = [{"segments": n} for n in self.segments]
+        steps = [("states", STATES[block]), (self.part, VARIANTS[self.part][block])]
+        if self.part == "walk":
+            return [*reversed(steps), ("walk", segments)]
+        return [*steps, (self.part, [{"heads": n} for n in self.heads]), ("states", segments)]
 
     @property
     def bytes(self) -> int:
         """What any implementation has to read and write: x and y, or x, dy and dx."""
         return (3 if self.backward else 2) * 2 * self.seqlen * self.nheads * self.headdim
-
-    def start(self, block: int) -> Config:
-        variants = GRADIENTS if self.backward else OUTPUT
-        return {
-            "BLOCK": block,
-            "states": {**STATES[block][0], "segments": self.segments[0]},
-            self.part: {**variants[block][0], "heads": self.heads[0]},
-        }
-
-    def steps(self, block: int) -> list[tuple[str, list[Config]]]:
-        """What is tuned, in order: a part of the configuration, and the changes to try on it."""
-        variants = GRADIENTS if self.backward else OUTPUT
-        return [
-            ("states", STATES[block]),
-            (self.part, variants[block]),
-            (self.part, [{"heads": n} for n in self.heads]),
-            ("states", [{"segments": n} for n in self.segments]),
-        ]
 
     def make(self) -> tuple[torch.Tensor, ...]:
         """dy, then x, dt, A, B, C, D, z, dt_bias and initial states; x, B, C views as in the model."""
@@ -138,17 +154,20 @@ class Case:
 def cases(smoke: bool) -> dict[str, Case]:
     if smoke:
         tiny = dict(seqlen=40, nheads=4, blocks=[16], heads=[2, 4], segments=[1, 2], headdim=16, d_state=16)
-        return {"forward": Case(**tiny, backward=False), "backward": Case(**tiny, backward=True)}
+        return {part: Case(part=part, **tiny) for part in VARIANTS}
+    target = "peer 650, must 400, aim 220"
     return {
-        "forward 80 heads, 8192": Case(
-            8192, 80, False, [128, 64], [40, 20, 10, 5], [1, 2], target="peer 650, must 400, aim 220"
-        ),
-        "forward 80 heads, 512": Case(512, 80, False, [128, 64], [3, 1, 2, 5, 8], [1, 2]),
-        "forward 80 heads, 2048": Case(2048, 80, False, [128, 64], [10, 5, 4, 20], [1, 2]),
-        "forward 24 heads, 32768": Case(32768, 24, False, [128, 64], [12, 6, 24], [1, 2, 4, 8, 16]),
-        "forward 24 heads, 512": Case(512, 24, False, [128, 64], [1, 2, 4], [1, 2]),
+        "forward 80 heads, 8192": Case(8192, 80, "output", [128, 64], [40, 20], [1], target=target),
+        "walk 80 heads, 8192": Case(8192, 80, "walk", [64, 32, 128], [], [3, 1, 2, 5], target=target),
+        "walk 80 heads, 2048": Case(2048, 80, "walk", [64], [], [1, 3]),
+        "walk 80 heads, 512": Case(512, 80, "walk", [64], [], [1]),
+        "forward 24 heads, 32768": Case(32768, 24, "output", [128, 64], [24], [4, 5, 11]),
+        "walk 24 heads, 32768": Case(32768, 24, "walk", [64, 32, 128], [], [11, 5, 22]),
+        "forward 24 heads, 8192": Case(8192, 24, "output", [128, 64], [12, 24], [5, 1, 3, 11]),
+        "walk 24 heads, 8192": Case(8192, 24, "walk", [64], [], [11, 5]),
+        "walk 24 heads, 512": Case(512, 24, "walk", [64], [], [1, 2]),
         "backward 80 heads, 8192": Case(
-            8192, 80, True, [64, 32], [80, 40, 20, 10], [1, 2], target="peer 2630, must 1800, aim 1000"
+            8192, 80, "gradients", [64], [40, 20], [1], target="peer 2630, must 1800, aim 1000"
         ),
     }
 
@@ -159,7 +178,8 @@ def compiled_variants(case: Case) -> Iterator[Config]:
         for part, changes in case.steps(block)[:2]:
             for change in changes:
                 yield changed(case.start(block), part, change)
-        yield changed(case.start(block), "states", {"segments": 2})
+        segmented = case.part if case.part == "walk" else "states"
+        yield changed(case.start(block), segmented, {"segments": 2})
 
 
 def changed(config: Config, part: str, change: Config) -> Config:
@@ -254,8 +274,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     chosen = {k: v for k, v in cases(arguments.smoke).items() if arguments.only in k}
-    # Variants are the same for all forward cases; the first of each direction stands for them.
-    first = {case.backward: name for name, case in reversed(chosen.items())}
+    # Variants are the same for all cases of a kernel; the first of each stands for them.
+    first = {case.part: name for name, case in reversed(chosen.items())}
     jobs = [
         (arguments.smoke, name, config)
         for name in first.values()

@@ -155,7 +155,7 @@ def pad_to_dot(size: int) -> int:
 
 
 def resident(shared_memory: int, limits: Limits) -> int:
-    """How many programs run at a time that take so much shared memory each; registers allow two a processor."""
+    """How many programs of so much shared memory run at a time; registers allow two a processor."""
     return limits.processors * max(1, min(2, limits.shared_memory // shared_memory))
 
 

@@ -30,6 +30,7 @@ from mamba_kernels.chunk_scan_blocks_triton import (
     too_large,
 )
 from mamba_kernels.chunk_scan_states_triton import launch_decays, launch_states
+from mamba_kernels.chunk_scan_walk_triton import launch_walk
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -214,10 +215,16 @@ def launch_forward(
     if config is None:
         config = config_for(rows, seqlen, nheads, headdim, ngroups, d_state, dtype, device_limits(x.device))
     packing = pack(batch, seqlen, cu_seqlens, config["BLOCK"])
+    steps, decays = launch_decays(dt, A, dt_bias, dt_softplus, dt_limit, packing)
+    if "walk" in config:
+        summaries = config["states"] | {"segments": config["walk"]["segments"]}
+        starts = launch_states(
+            x, B, None, steps, decays, runs, initial_states, packing, summaries, dtype, starts_only=True
+        )
+        return launch_walk(x, B, C, D, z, steps, decays, runs, starts, packing, config["walk"], dtype)
     # A packed entry may have tokens outside every sequence; the blocks cover all others.
     empty = torch.empty if cu_seqlens is None else torch.zeros
     y = empty(x.shape, dtype=x.dtype, device=x.device)
-    steps, decays = launch_decays(dt, A, dt_bias, dt_softplus, dt_limit, packing)
     entering, last = launch_states(
         x, B, None, steps, decays, runs, initial_states, packing, config["states"], dtype
     )

@@ -236,6 +236,7 @@ def launch_states(
     config: dict,
     dtype: torch.dtype,
     reverse: bool = False,
+    starts_only: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Walk the blocks of every row; see `_states_kernel` for what x, B and z are in which direction.
 
@@ -274,5 +275,7 @@ def launch_states(
             REVERSE=reverse, HAS_START=start_states is not None, BLOCK=1024, num_warps=4,
         )  # fmt: skip
         start_states = summaries
+    if starts_only:
+        return start_states
     walk(start_states, last, None)
     return entering, last
