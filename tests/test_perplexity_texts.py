@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import threading
 
 import pyarrow
 import pyarrow.parquet
@@ -49,6 +51,14 @@ def test_standard_input(monkeypatch):
     assert read_text("-").rows == ["é\r\n"]
 
 
+def test_a_pipe_with_a_name_is_read_as_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=["one"])
+    writer.start()
+    assert read_text(str(tmp_path / "pipe")).rows == ["one"]
+    writer.join()
+
+
 def test_jsonl_rows_are_the_values_of_one_field(tmp_path):
     lines = [json.dumps({"text": "a\u2028b\nc", "title": "x"}), "", json.dumps({"text": "d", "title": "y"})]
     assert rows(tmp_path, "a.jsonl", "\n".join(lines)) == ["a\u2028b\nc", "d"]
@@ -59,7 +69,7 @@ def test_jsonl_rows_are_the_values_of_one_field(tmp_path):
     ("content", "message"),
     [
         ('{"text": "a"}\n{"body": "b"}', r"a.jsonl:2: expected .* under 'text', got keys body"),
-        ('{"text": 3}', "got keys text"),
+        ('{"text": 3}', "under 'text', got int there"),
         ("[1]", "got list"),
         ('{"text": "a"', "expected one JSON object a line"),
         ('{"text": "\\ud800"}', "a.jsonl:1: expected Unicode, got half a surrogate pair"),

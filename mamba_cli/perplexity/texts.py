@@ -65,12 +65,12 @@ def read_text(name: str, field: str = "text") -> Text:
         repo, config, split = NAMED[name]
         return Text(name, _data_set_rows(f"{repo}:{config}:{split}", field), name.startswith("wikitext"))
     path = Path(name).expanduser()
-    if path.is_file():
+    if path.is_dir():
+        raise Mamba2Error(f"text: expected a file, got the folder {name}")
+    if path.exists():  # a shell's <(command) is no regular file
         return Text(
             name, list(file_rows(path, field)), has_headings=path.suffix not in (".jsonl", ".parquet")
         )
-    if path.is_dir():
-        raise Mamba2Error(f"text: expected a file, got the folder {name}")
     if path.suffix not in _FILE_SUFFIXES and _DATA_SET.fullmatch(name):
         rows = _data_set_rows(name, field)
         return Text(name, rows, has_headings=name.startswith("Salesforce/wikitext:"))
@@ -124,7 +124,9 @@ def _jsonl_rows(path: Path, field: str) -> Iterator[str]:
                 f"{path}:{number}: expected one JSON object a line, got {line[:40]!r}"
             ) from None
         if not isinstance(row, dict) or not isinstance(row.get(field), str):
-            found = f"keys {', '.join(map(str, row))}" if isinstance(row, dict) else type(row).__name__
+            found = type(row).__name__
+            if isinstance(row, dict):
+                found = f"{type(row[field]).__name__} there" if field in row else f"keys {', '.join(row)}"
             raise Mamba2Error(
                 f"{path}:{number}: expected an object with a string under {field!r}, got {found}",
                 hint="--field NAME names the key that holds the text",
