@@ -41,6 +41,9 @@ def _load_tile(
         ptrs = state_ptr + p[:, None] * STATE_DIM + n[None, :] * STATE_N
         mask = p_in[:, None] & inside(n, D_STATE, BLOCK_N)[None, :]
         state = tl.load(ptrs, mask=mask, other=0.0, eviction_policy=LOAD)
+    # Without this barrier the compiler, to save registers, puts some of these loads behind the arithmetic
+    # on others, and the program waits for memory twice.
+    tl.debug_barrier()
     x = tl.load(x_ptr + p * X_DIM, mask=p_in)
     D = x
     z = x
@@ -145,10 +148,6 @@ def _selective_state_update_kernel(
                 dt_bias = _load_or_zero(dt_bias_ptr, p * BIAS_DIM, p_in)[:, None]
             if deltaA_ptr is not None:
                 decay_dt = _load_or_zero(deltaA_ptr, p * DELTAA_DIM, p_in)[:, None]
-        # All loads are on their way before the first is waited for: without this barrier the compiler
-        # puts some of them behind the arithmetic on others.
-        tl.debug_barrier()
-
         if tile == 0 or not TIED:
             delta = dt.to(tl.float32)
             if dt_bias_ptr is not None:
