@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 import typer
-from mamba_commands import app
 
 from mamba_cli.errors import Mamba2Error
+from mamba_commands import app
 
 # A command `probe` with this body, run by main() in a process of its own.
 PROBE = """

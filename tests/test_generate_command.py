@@ -8,11 +8,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from generation_testing import byte_level, checkpoint, markov, save_word_level, scripted
-from mamba_commands.app import main
 
 import mamba_cli
+from generation_testing import byte_level, checkpoint, markov, save_word_level, scripted
 from mamba_cli.tokenizer import Tokenizer, load_tokenizer
+from mamba_commands.app import main
 
 PROMPT = "the fox"
 SAID = " liked the sea. 🙂 [/INST] [bold]x[/bold]"

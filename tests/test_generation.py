@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from generation_testing import END, StubModel, byte_level, markov, scripted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from generation_testing import END, StubModel, byte_level, markov, scripted
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.generation import Generation, Piece, generate
 from mamba_cli.sampling import SamplingParams

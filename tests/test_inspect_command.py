@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from mamba_commands.app import main
 from mamba_commands.log_axis import BAR, PLAIN_BAR, LogAxis, short
 from model_testing import DATA

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_testing import BASE, DATA, VARIANTS
 
 from mamba_cli.checkpoint import open_checkpoint
 from mamba_cli.config import ModelConfig
@@ -25,6 +24,7 @@ from mamba_cli.soundness import BLOCK, check_checkpoint, check_config, check_val
 from mamba_cli.state import AttentionState, init_state
 from mamba_cli.tokenizer import DEFAULT_TOKENIZER
 from mamba_cli.weights import random_tensors
+from model_testing import BASE, DATA, VARIANTS
 
 CODESTRAL = dataclasses.replace(
     published_config("2.7b"), d_model=4096, d_inner=8192, d_ssm=8192, ngroups=8, vocab_size=32768,

@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+
 from mamba_commands.output import Output, say_error
 
 COLUMNS = ("name", "rows", "share")

@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from generation_testing import (
     END,
     byte_level,
@@ -13,9 +16,6 @@ from generation_testing import (
     save_byte_level_bpe,
     save_word_level,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.tokenizer import TextStream, Tokenizer, load_tokenizer
 
