@@ -250,3 +250,31 @@ def test_an_argument_that_does_not_fit_is_named(name, change):
     args[name] = change(args.get(name))
     with pytest.raises(ValueError, match=rf"^{name}: expected .*, got "):
         selective_state_update(**args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES])
+@pytest.mark.parametrize("slots", [None, [2, -1]])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_program_of_several_tiles_and_a_last_one_past_the_end(
+    device, nan_filled_empty, tied, slots, dtype
+):
+    from mamba_kernels.selective_state_update_triton import launch
+
+    args = make_inputs(device, tied=tied, dtype=dtype)
+    indices = None
+    if slots is not None:
+        args["state"] = torch.cat([args["state"], args["state"][:1]])
+        indices = torch.tensor(slots, dtype=torch.int32, device=device)
+    wide, narrow, ours = to_float64(cloned(args)), cloned(args), cloned(args)
+    out64, out_ref = (
+        selective_state_update_ref(**given, dt_softplus=True, state_batch_indices=indices)
+        for given in (wide, narrow)
+    )
+    names = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")
+    with use_backend("triton"):
+        out = launch(
+            *(ours[name] for name in names), True, indices, ours["deltaA"], "mamba",
+            {"BLOCK_P": 4, "TILES": 3, "num_warps": 1},
+        )  # fmt: skip
+    assert_close_as_reference(out, out64, out_ref)
+    assert_close_as_reference(ours["state"], wide["state"], narrow["state"])
