@@ -18,6 +18,9 @@ from mamba_kernels.backend import backend_for, use_backend
 # Tokens that go through the layers at once: it bounds the memory that activations take, and on a
 # CPU keeps them in the cache.
 BLOCK_TOKENS = {"cpu": 512, "cuda": 8192}
+# A GPU takes more of a narrow model, whose kernels are too short for it: up to 4 times as many tokens,
+# as long as what a layer's widest projection writes stays below this.
+BLOCK_BYTES = 256 * 2**20
 
 Ids = torch.Tensor | Sequence[Sequence[int]]
 
@@ -133,7 +136,15 @@ class LanguageModel:
         return state.clone()
 
     def _blocks(self, input_ids: torch.Tensor) -> Sequence[torch.Tensor]:
-        return input_ids.split(max(1, BLOCK_TOKENS[self.device.type] // input_ids.shape[0]), dim=1)
+        return input_ids.split(max(1, self._block_tokens() // input_ids.shape[0]), dim=1)
+
+    def _block_tokens(self) -> int:
+        tokens = BLOCK_TOKENS[self.device.type]
+        if self.device.type == "cuda":
+            token_bytes = max(self.config.in_proj_dim, 2 * self.config.mlp_dim) * self.dtype.itemsize
+            while 2 * tokens * token_bytes <= BLOCK_BYTES and tokens < 4 * BLOCK_TOKENS["cuda"]:
+                tokens *= 2
+        return tokens
 
     def _ids(self, input_ids: Ids) -> torch.Tensor:
         ids = torch.as_tensor(input_ids)
