@@ -336,50 +336,79 @@ def time_token(shape: Shape, batch: int, whole: bool, broken: dict[str, str]) ->
     }  # fmt: skip
 
 
-def time_state_update(case: str, dtype: torch.dtype, smoke: bool) -> list[dict[str, Any]]:
-    """selective_state_update at batch 256: Mamba-2 of 80 heads x 64 x 128 or Mamba-1 of 5120 x 16."""
-    from mamba_kernels.selective_state_update_triton import launch
-
-    batch, nheads, headdim, d_state = (256, 80, 64, 128) if case == "mamba2" else (256, 1, 5120, 16)
-    tiles = STATE_TILES[case]
+def state_update_arguments(case: str, dtype: torch.dtype, batch: int, smoke: bool) -> list[Any]:
+    """Random arguments of selective_state_update: Mamba-2 of 80 heads x 64 x 128 or Mamba-1 of 5120 x 16."""
+    nheads, headdim, d_state = (80, 64, 128) if case == "mamba2" else (1, 5120, 16)
     if smoke:
-        batch, nheads, headdim, d_state, tiles = 2, 2 if case == "mamba2" else 1, 16, 16, tiles[:2]
-    wide = torch.float32
+        nheads, headdim, d_state = 2 if case == "mamba2" else 1, 16, 16
     narrow = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
     def random(*size: int, kind: torch.dtype = narrow) -> torch.Tensor:
         return torch.empty(*size, dtype=kind, device=DEVICE).normal_()
 
-    state = random(batch, nheads, headdim, d_state, kind=dtype if DEVICE == "cuda" else wide)
+    state = random(batch, nheads, headdim, d_state, kind=dtype if DEVICE == "cuda" else torch.float32)
     x, z = random(batch, nheads, headdim), random(batch, nheads, headdim)
     B, C = random(batch, 1, d_state), random(batch, 1, d_state)
     if case == "mamba2":
         dt = random(batch, nheads)[..., None].expand(-1, -1, headdim)
-        dt_bias, D = (random(nheads, kind=wide)[:, None].expand(-1, headdim) for _ in range(2))
-        A = -random(nheads, kind=wide).exp()[:, None, None].expand(-1, headdim, d_state)
+        dt_bias, D = (random(nheads, kind=torch.float32)[:, None].expand(-1, headdim) for _ in range(2))
+        A = -random(nheads, kind=torch.float32).exp()[:, None, None].expand(-1, headdim, d_state)
     else:
         dt, dt_bias, D = random(batch, nheads, headdim), random(nheads, headdim), random(nheads, headdim)
-        A = -random(nheads, headdim, d_state, kind=wide).exp()
-    print(f"state update {case} {dtype}, batch {batch} (Mamba-2 fp32/bf16: must 345/195, aim 325/170 us)")
-    trials = []
-    configs = [
+        A = -random(nheads, headdim, d_state, kind=torch.float32).exp()
+    return [state, x, dt, A, B, C, D, z, dt_bias, True, None]
+
+
+def state_update_configs(case: str, smoke: bool) -> list[Config | None]:
+    tiles = STATE_TILES[case][: 2 if smoke else None]
+    return [None] + [
         {"BLOCK_P": rows, "TILES": count, "num_warps": warps, "LOAD": load, "STORE": store}
         for rows, count, warps, load, store in tiles
     ]
+
+
+def compile_and_compare_update(job: tuple[str, torch.dtype, Config | None, bool]) -> str | None:
+    """Run a candidate of selective_state_update beside torch; return what is wrong with it, if anything."""
+    from mamba_kernels.selective_state_update import selective_state_update_ref
+    from mamba_kernels.selective_state_update_triton import launch
+
+    case, dtype, config, smoke = job
+    try:
+        torch.manual_seed(0)
+        state, *others = state_update_arguments(case, dtype, 2, smoke)
+        kept = state.clone()
+        out = launch(state, *others, None, "mamba", config)
+        expected = selective_state_update_ref(kept, *others)
+        for ours, reference in ((out, expected), (state, kept)):
+            error = ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
+            if not error < 0.01:
+                return f"relative error {error:.2g} against torch"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:300]
+    return None
+
+
+def time_state_update(
+    case: str, dtype: torch.dtype, smoke: bool, broken: dict[str, str]
+) -> list[dict[str, Any]]:
+    """selective_state_update at batch 256, beside a copy and a scaling in place of its state."""
+    from mamba_kernels.selective_state_update_triton import launch
+
+    args = state_update_arguments(case, dtype, 2 if smoke else 256, smoke)
+    state = args[0]
+    print(f"state update {case} {dtype} (batch 256, Mamba-2 fp32/bf16: must 345/195, aim 325/170 us)")
     copied = torch.empty_like(state)
     for name, work in (("copy", partial(copied.copy_, state)), ("in place", partial(state.mul_, 0.999))):
         us = 1e3 * milliseconds(work)
         print(f"  {us:7.1f} us {2 * state.nbytes / us / 1e3:5.0f} GB/s  for comparison: {name}")
-    for config in (None, *configs):
-        args = (state, x, dt, A, B, C, D, z, dt_bias, True, None, None, "mamba", config)
-        try:
-            us = 1e3 * milliseconds(partial(launch, *args))
-        except Exception as error:
-            print(f"  broken: {short(config)}: {type(error).__name__}: {error}"[:300])
+    trials = []
+    for config in state_update_configs(case, smoke):
+        if str((case, dtype, config, smoke)) in broken:
             continue
-        rate = 2 * state.numel() * state.element_size() / us / 1e3
+        us = 1e3 * milliseconds(partial(launch, *args, None, "mamba", config))
+        rate = 2 * state.nbytes / us / 1e3
         trials.append({"case": case, "state": str(dtype), "config": config, "us": us, "GB/s": rate})
-    for trial in [trials[0], *sorted(trials[1:], key=lambda trial: trial["us"])]:
+    for trial in sorted(trials, key=lambda trial: trial["us"]):
         print(f"  {trial['us']:7.1f} us {trial['GB/s']:5.0f} GB/s  {short(trial['config'])}")
     return trials
 
@@ -409,15 +438,23 @@ def main() -> None:
     ]
     if "tokens" not in options.only:
         jobs = []
+    updates = [
+        (case, dtype, config, options.smoke)
+        for case, dtype in (STATE_UPDATES if "state_update" in options.only else ())
+        for config in state_update_configs(case, options.smoke)
+    ]
     if DEVICE == "cuda":
         with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+            update_problems = pool.map(compile_and_compare_update, updates, chunksize=1)
             problems = pool.map(compile_and_compare, jobs, chunksize=1)
     else:
+        update_problems = [compile_and_compare_update(job) for job in updates]
         problems = [compile_and_compare(job) for job in jobs]
     broken = {key(*job): problem for job, problem in zip(jobs, problems, strict=True) if problem is not None}
+    broken |= {str(job): problem for job, problem in zip(updates, update_problems, strict=True) if problem}
     for job, problem in broken.items():
         print(f"broken: {job}: {problem}")
-    print(f"{len(jobs)} candidates compiled and compared in {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"{len(jobs) + len(updates)} candidates compiled and compared in {time.perf_counter() - began:.0f} s", flush=True)
 
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu, interpreter",
@@ -429,7 +466,7 @@ def main() -> None:
     path = options.out / "tune_decode.json"
     with use_backend("triton"):
         for case, dtype in STATE_UPDATES if "state_update" in options.only else ():
-            report["state_update"] += time_state_update(case, dtype, options.smoke)
+            report["state_update"] += time_state_update(case, dtype, options.smoke, broken)
             path.write_text(json.dumps(report, indent=1))
         for shape in shapes if "tokens" in options.only else ():
             for batch in options.batches:
