@@ -454,7 +454,8 @@ def main() -> None:
     broken |= {str(job): problem for job, problem in zip(updates, update_problems, strict=True) if problem}
     for job, problem in broken.items():
         print(f"broken: {job}: {problem}")
-    print(f"{len(jobs) + len(updates)} candidates compiled and compared in {time.perf_counter() - began:.0f} s", flush=True)
+    count, seconds = len(jobs) + len(updates), time.perf_counter() - began
+    print(f"{count} candidates compiled and compared in {seconds:.0f} s", flush=True)
 
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu, interpreter",
