@@ -178,6 +178,23 @@ def test_control_c_ends_a_running_command_with_130(tmp_path):
     assert finish(process) == (130, b"", b"")
 
 
+def test_control_c_ends_an_import_of_torch_that_would_swallow_it(tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "import time\nprint('begun', flush=True)\ntry:\n    time.sleep(60)\nexcept BaseException:\n    pass\n"
+    )
+    body = f"sys.path.insert(0, {str(tmp_path)!r})\n    import torch; out.data('not ended')"
+    process = start(PROBE.format(body=body))
+    assert process.stdout.readline() == b"begun\n"
+    process.send_signal(signal.SIGINT)
+    assert finish(process) == (130, b"", b"")
+
+
+def test_interrupts_that_were_ignored_stay_ignored():
+    body = "import signal; out.data(signal.getsignal(signal.SIGINT).name)"
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PROBE.format(body=body)
+    assert finish(start(code)) == (0, b"SIG_IGN\n", b"")
+
+
 def test_a_reader_that_has_enough_is_no_failure():
     process = start(PROBE.format(body=FOREVER))
     process.stdout.readline()

@@ -4,13 +4,16 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A reader that clo
 it wanted: that is silent, and 0.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -48,6 +51,7 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (sys.argv without `arguments`) and return the exit status."""
     output.prepare_streams()
+    _catch_interrupts()
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     word = next((argument for argument in arguments if not argument.startswith("-")), None)
     named = next((command for command in COMMANDS if command.name == word), None)
@@ -65,6 +69,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(error, named)
     finally:
         output.release_streams()
+
+
+def _catch_interrupts() -> None:
+    # Whoever chose another handler, or to ignore interrupts as `nohup` does, keeps it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, but end at once while torch is being imported.
+
+    Its compiled parts, and numpy's, would swallow the exception, or abort on it. Nothing has been written
+    by then that would have to be cleaned up.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "torch":
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _run(arguments: list[str], named: Command | None) -> int:
