@@ -83,7 +83,10 @@ def sample(
     The token is the first whose cumulative probability, in the order of ids, passes the row's number:
     small differences between devices then move the choice only where the number lies on a boundary.
     """
-    logits = logits[:, :vocab_size].float()
+    logits = logits[:, :vocab_size]
+    if params.greedy and seen is None and logits.is_cuda:
+        return logits.argmax(-1)  # widening first is the faster way on a CPU only
+    logits = logits.float()
     if seen is not None and params.repetition_penalty != 1:
         penalty = params.repetition_penalty
         logits = logits.where(~seen, (logits / penalty).where(logits > 0, logits * penalty))
