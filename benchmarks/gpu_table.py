@@ -63,13 +63,13 @@ def main() -> None:
         except Exception as error:  # one broken row must not cost the others
             print(f"{row.work}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
-        figures = row._asdict() | {"ours": ours, "measure": None}
-        results.append(figures)
+        results.append({"ours": ours} | {name: v for name, v in row._asdict().items() if name != "measure"})
         print(
             f"{row.work:48} {ours:9.4g} {row.unit:6} mamba_ssm {row.mamba_ssm:<6} bound {row.bound:<6} "
             f"must {row.must:<6} aim {row.aim:<6} {verdict(row, ours)}",
             flush=True,
         )
+    results.sort(key=lambda row: ["decode", "prefill", "op"].index(row["group"]))
     options.out.mkdir(parents=True, exist_ok=True)
     machine = {
         "gpu": torch.cuda.get_device_name(),

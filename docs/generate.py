@@ -1,7 +1,11 @@
-"""Writes docs/commands.md from the commands' own --help: `python docs/generate.py`."""
+"""Writes docs/commands.md from the commands' own --help, and the README's table of measured speeds.
+
+PYTHONPATH=.:kernels:commands python docs/generate.py
+"""
 
 import contextlib
 import io
+import json
 import os
 from pathlib import Path
 from unittest import mock
@@ -9,6 +13,8 @@ from unittest import mock
 from mamba_commands.app import COMMANDS, main
 
 PAGE = Path(__file__).with_name("commands.md")
+README = Path(__file__).parent.parent / "README.md"
+RESULTS = README.parent / "benchmarks" / "results" / "gpu_table.json"
 
 
 def commands_page() -> str:
@@ -17,6 +23,32 @@ def commands_page() -> str:
     for name in ("mamba2", *(f"mamba2 {command.name}" for command in COMMANDS)):
         parts.append(f"## {name}\n\n```text\n{_help(name.split()[1:])}\n```\n")
     return "\n".join(parts)
+
+
+def readme() -> str:
+    """Return the README with its table made from what benchmarks/gpu_table.py wrote."""
+    before, rest = README.read_text(encoding="utf-8").split("<!-- speed -->\n")
+    after = rest.split("<!-- /speed -->")[1]
+    return f"{before}<!-- speed -->\n{speed_table()}<!-- /speed -->{after}"
+
+
+def speed_table() -> str:
+    """Return the rows as a Markdown table, with a line on where they were measured."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    machine = results["machine"]
+    lines = [
+        f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}; random weights in bf16.",
+        "The bound is bytes over bandwidth or operations over rate; mamba_ssm 2.3.2's figures are quoted from",
+        "an earlier run on the same kind of machine.",
+        "",
+        "| work | mamba2 | mamba_ssm | bound |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for row in results["rows"]:
+        lines.append(
+            f"| {row['work']}, {row['unit']} | {row['ours']:.4g} | {row['mamba_ssm']} | {row['bound']} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _help(arguments: list[str]) -> str:
@@ -30,3 +62,4 @@ def _help(arguments: list[str]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(commands_page(), encoding="utf-8")
+    README.write_text(readme(), encoding="utf-8")
