@@ -38,7 +38,7 @@ def speed_table() -> str:
     machine = results["machine"]
     lines = [
         f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}; random weights in bf16.",
-        "The bound is bytes over bandwidth or operations over rate; mamba_ssm 2.3.2's figures are quoted from",
+        "The bound is bytes over bandwidth or operations over rate. The figures of mamba_ssm 2.3.2 are from",
         "an earlier run on the same kind of machine.",
         "",
         "| work | mamba2 | mamba_ssm | bound |",

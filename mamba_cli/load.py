@@ -1,5 +1,6 @@
 """From a name to a running model."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -35,6 +36,8 @@ def load_model(
     folder or repo id to take the tokenizer from. Raises Mamba2Error where any of it cannot be had.
     """
     checkpoint = open_checkpoint(str(model), revision=revision)
+    for note in checkpoint.notes:
+        warnings.warn(f"{model}: {note}", stacklevel=2)
     target = choose_device(device)
     stored = checkpoint.tensors["backbone.embedding.weight"].dtype
     weights = Weights(

@@ -1,5 +1,8 @@
 """Every path of the model gives the oracle's numbers: whole, split, token by token, in a batch."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -36,6 +39,16 @@ def assert_states_agree(a, b, tolerance: float) -> None:
 def test_golden_logits_of_mamba_ssm(name):
     lm = load_model(DATA / "golden" / name, device="cpu", dtype="float32")
     expected = load_file(DATA / "golden" / name / "expect.safetensors")
+    assert distance(lm(expected["input_ids"]), expected["logits"]) < 1e-5
+
+
+def test_a_head_that_its_configuration_calls_tied_is_used_with_a_warning(tmp_path):
+    folder = shutil.copytree(DATA / "golden" / "untied", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match=r"lm_head\.weight differs from the embedding"):
+        lm = load_model(folder, device="cpu", dtype="float32")
+    expected = load_file(folder / "expect.safetensors")
     assert distance(lm(expected["input_ids"]), expected["logits"]) < 1e-5
 
 
