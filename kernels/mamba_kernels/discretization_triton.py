@@ -139,9 +139,10 @@ def _expm1_ratio(x_re, x_im, exp_re, exp_im, COMPLEX: tl.constexpr):
 def decay_of(delta, A_re, A_im, RULE: tl.constexpr, COMPLEX: tl.constexpr):
     """What multiplies the state."""
     if RULE == "bilinear":
+        # 1 + a / (1 - a/2): exact where a is small, and errors would add up over many tokens
         re, im = _bilinear_inverse(delta, A_re, A_im, COMPLEX)
-        re = 2.0 * re - 1.0
-        im = 2.0 * im
+        re, im = cmul(re, im, delta * A_re, delta * A_im, COMPLEX)
+        re += 1.0
     else:
         re, im = _exp(delta, A_re, A_im, COMPLEX)
     return re, im
