@@ -21,6 +21,7 @@ class Mamba2Mixer:
     def __init__(self, config: ModelConfig, weights: Weights):
         self.config = config
         self.in_proj = Linear(weights("in_proj.weight"), weights.optional("in_proj.bias"))
+        self.widths = (config.d_mlp, config.d_mlp, config.d_ssm, config.conv_dim, config.nheads)
         self.conv_weight = weights("conv1d.weight").squeeze(1)
         self.conv_bias = weights.optional("conv1d.bias")
         self.dt_bias = weights("dt_bias")
@@ -48,22 +49,24 @@ class Mamba2Mixer:
         z0, x0, *zxbcdt = self._split(self.in_proj(u))
         on_torch = backend_for(u.device) == "torch"
         y = (self.torch_core.prefill if on_torch else self._prefill)(*zxbcdt, state.conv, state.ssm)
-        return self._project(y, z0, x0)
+        return self.out_proj(self._beside_mlp(y, z0, x0))
 
     def step(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
         """Read one token, u (batch, d_model); `state` is updated in place."""
-        z0, x0, *zxbcdt = self._split(self.in_proj(u))
-        on_torch = backend_for(u.device) == "torch"
-        y = (self.torch_core.step if on_torch else self._step)(*zxbcdt, state.conv, state.ssm)
-        return self._project(y, z0, x0)
+        zxbcdt = self.in_proj(u)
+        if backend_for(u.device) == "torch":
+            z0, x0, *zxbcdt = self._split(zxbcdt.to(self.A.dtype))
+            y = self.torch_core.step(*zxbcdt, state.conv, state.ssm)
+        else:
+            z0, x0, *zxbcdt = self._split(zxbcdt)
+            y = self._step(*zxbcdt, state.conv, state.ssm)
+        return self.out_proj(self._beside_mlp(y, z0, x0).to(u.dtype))
 
     def _split(self, zxbcdt: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        config = self.config
-        widths = (config.d_mlp, config.d_mlp, config.d_ssm, config.conv_dim, config.nheads)
-        return zxbcdt.split_with_sizes(widths, -1)
+        return zxbcdt.split_with_sizes(self.widths, -1)
 
-    def _project(self, y: torch.Tensor, z0: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
-        return self.out_proj(torch.cat([F.silu(z0) * x0, y], -1) if self.config.d_mlp else y)
+    def _beside_mlp(self, y: torch.Tensor, z0: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
+        return torch.cat([F.silu(z0) * x0, y], -1) if self.config.d_mlp else y
 
     def _prefill(
         self,

@@ -1,5 +1,7 @@
 """The whole model: embedding, residual blocks, final norm, head. Reads top down from Model."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -8,7 +10,7 @@ from mamba_cli.config import ModelConfig
 from mamba_cli.linear import Linear
 from mamba_cli.mamba1 import Mamba1Mixer
 from mamba_cli.mamba2 import Mamba2Mixer
-from mamba_cli.state import State
+from mamba_cli.state import AttentionState, SSMState, State
 from mamba_cli.weights import Weights
 from mamba_kernels.backend import backend_for
 from mamba_kernels.mixer_cpu import RMSNorm
@@ -32,9 +34,7 @@ class Model:
         """Read input_ids (batch, seqlen); return hidden (batch, seqlen, d_model) after the final norm."""
         hidden, residual = F.embedding(input_ids, self.embedding), None
         for block, memory in zip(self.blocks, state.layers, strict=True):
-            hidden, residual = block(
-                hidden, residual, lambda mixer, u, memory=memory: mixer.prefill(u, memory)
-            )
+            hidden, residual = block(hidden, residual, block.mixer.prefill, memory)
         state.seqlen += input_ids.shape[1]
         return self.norm_f(hidden, residual)[0]
 
@@ -42,7 +42,7 @@ class Model:
         """Read one token a sequence, token_ids (batch,); return hidden (batch, d_model)."""
         hidden, residual = F.embedding(token_ids, self.embedding), None
         for block, memory in zip(self.blocks, state.layers, strict=True):
-            hidden, residual = block(hidden, residual, lambda mixer, u, memory=memory: mixer.step(u, memory))
+            hidden, residual = block(hidden, residual, block.mixer.step, memory)
         state.seqlen += 1
         return self.norm_f(hidden, residual)[0]
 
@@ -57,10 +57,15 @@ class Block:
         self.mlp = GatedMLP(weights.under("mlp.")) if config.mlp_dim else None
 
     def __call__(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, mix
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        mix: Callable[[torch.Tensor, SSMState | AttentionState], torch.Tensor],
+        memory: SSMState | AttentionState,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next hidden and residual; `mix` is the mixer's prefill or step."""
         hidden, residual = self.norm(hidden, residual)
-        hidden = mix(self.mixer, hidden)
+        hidden = mix(hidden, memory)
         if self.mlp is not None:
             hidden, residual = self.norm2(hidden, residual)
             hidden = self.mlp(hidden)
@@ -81,7 +86,7 @@ class Norm:
         self, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.torch_norm is not None and backend_for(hidden.device) == "torch":
-            residual = hidden.to(self.weight.dtype) if residual is None else residual + hidden
+            residual = hidden.to(self.weight.dtype) if residual is None else residual.add_(hidden)
             return self.torch_norm(residual).to(hidden.dtype), residual
         return add_norm_fn(
             hidden,

@@ -26,15 +26,16 @@ class RMSNorm:
 
     def __init__(self, weight: torch.Tensor, eps: float, ngroups: int = 1):
         group_size = weight.shape[0] // ngroups
-        self.group = (ngroups, group_size)
+        self.group = None if ngroups == 1 else (ngroups, group_size)
         self.weight = weight * math.sqrt(group_size)
         self.floor = weight.new_tensor(math.sqrt(group_size * eps))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x (..., width), wide and contiguous; returns a new tensor."""
-        groups = x.view(-1, *self.group)
+        groups = x if self.group is None else x.unflatten(-1, self.group)
         length = torch.linalg.vector_norm(groups, dim=-1, keepdim=True).hypot_(self.floor)
-        return (groups / length).view_as(x).mul_(self.weight)
+        y = groups / length
+        return (y if self.group is None else y.view(x.shape)).mul_(self.weight)
 
 
 class MixerCore:
@@ -88,13 +89,13 @@ class MixerCore:
         conv_state: torch.Tensor,
         ssm_state: torch.Tensor,
     ) -> torch.Tensor:
-        """Read one token: arguments without an axis for tokens."""
+        """Read one token: arguments without an axis for tokens, and wide; z is overwritten. Returns y wide."""
         batch, nheads, headdim, d_state = ssm_state.shape
         ngroups = self.ngroups
         rows = conv_state.transpose(1, 2)
         window = torch.cat((rows[:, 1:], xBC.unsqueeze(1)), 1)  # (batch, d_conv, conv_dim)
         rows.copy_(window)
-        conv = (window * self.taps).sum(1).add_(self.conv_bias)
+        conv = window.mul_(self.taps).sum(1).add_(self.conv_bias)
         x, B, C = self._split(F.silu(conv, inplace=True), d_state)
         x = x.view(batch, nheads, headdim)
         dt = self._step_sizes(dt)
@@ -111,7 +112,7 @@ class MixerCore:
         C = C.view(batch, ngroups, 1, d_state).expand(-1, -1, nheads // ngroups, -1)
         y = torch.bmm(C.reshape(-1, 1, d_state), h.view(-1, headdim, d_state).transpose(1, 2))
         y = y.view(batch, nheads, headdim).addcmul_(self.skip, x).view(batch, -1)
-        return self._gate(y, z).to(z.dtype)
+        return self._gate(y, F.silu(z, inplace=True))
 
     def prefill(
         self,
@@ -134,7 +135,7 @@ class MixerCore:
             heads, groups = (nheads, headdim), (self.ngroups, d_state)
             x, B, C = x.unflatten(-1, heads), B.unflatten(-1, groups), C.unflatten(-1, groups)
             scanned = ssd_chunked_(x, self._step_sizes(dt[:, tokens]), self.A, B, C, self.D, h, None)
-            y[:, tokens] = self._gate(scanned.flatten(-2).to(self.wide), z[:, tokens])
+            y[:, tokens] = self._gate(scanned.flatten(-2).to(self.wide), F.silu(z[:, tokens].to(self.wide)))
         window.copy_(past)
         if h is not ssm_state:
             ssm_state.copy_(h)
@@ -156,9 +157,8 @@ class MixerCore:
         dt = F.softplus(dt + self.dt_bias)
         return dt if self.dt_limit is None else dt.clamp_(*self.dt_limit)
 
-    def _gate(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def _gate(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Norm and gate of y, wide, which is overwritten."""
-        gate = F.silu(z.to(self.wide))
         if self.norm is None:
             return y.mul_(gate)
         return self.norm(y).mul_(gate) if self.norm_before_gate else self.norm(y.mul_(gate))
