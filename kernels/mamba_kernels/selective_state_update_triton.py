@@ -175,23 +175,30 @@ def _selective_state_update_kernel(
 
 @triton.jit
 def _discretize(decay_dt, dt, A, DISCRETIZATION: tl.constexpr):
-    """The decay and the gain of one step, see `discretization`."""
+    """The decay and the gain of one step, see `discretization`. One return: Triton 3.6 compares them all."""
     if DISCRETIZATION == "bilinear":
-        return (1.0 + decay_dt * A / 2) / (1.0 - decay_dt * A / 2), dt / (1.0 - dt * A / 2)
-    decay = tl.exp(decay_dt * A)
-    if DISCRETIZATION == "zoh":
-        return decay, dt * expm1_ratio(dt * A)
-    elif DISCRETIZATION == "dirac":
-        return decay, 1.0
+        decay = (1.0 + decay_dt * A / 2) / (1.0 - decay_dt * A / 2)
+        gain = dt / (1.0 - dt * A / 2)
     else:
-        return decay, dt
+        decay = tl.exp(decay_dt * A)
+        if DISCRETIZATION == "zoh":
+            gain = dt * expm1_ratio(dt * A)
+        elif DISCRETIZATION == "dirac":
+            gain = 1.0
+        else:
+            gain = dt
+    return decay, gain
 
 
-def config_for(dim: int, d_state: int) -> dict[str, int | str]:
-    """Block sizes: 1024 state elements a warp, at least 4 rows and never more rows than there are."""
+def config_for(dim: int, d_state: int, itemsize: int) -> dict[str, int | str]:
+    """Tiles of a warp: 4 KB of state in all, of which a program of a 16-bit state holds two.
+
+    On an H200, batch 256, 80 heads x 64 x 128: 330 us in fp32, 187 us in bf16 (214 us in one tile).
+    """
     block_n = triton.next_power_of_2(d_state)
-    rows = max(4, 1024 // block_n)
-    return {"BLOCK_P": min(rows, triton.next_power_of_2(dim)), "num_warps": 1}
+    tiles = 2 if itemsize == 2 else 1
+    rows = max(4, 1024 // (block_n * tiles))
+    return {"BLOCK_P": min(rows, triton.next_power_of_2(dim)), "TILES": tiles, "num_warps": 1}
 
 
 def launch(
@@ -213,7 +220,12 @@ def launch(
     """Run the kernel on tensors with a head axis; see `selective_state_update` for the shapes."""
     batch, nheads, dim = x.shape
     d_state = state.shape[-1]
-    config = {"TILES": 1, "LOAD": "", "STORE": "", **(config or config_for(dim, d_state))}
+    config = {
+        "TILES": 1,
+        "LOAD": "",
+        "STORE": "",
+        **(config or config_for(dim, d_state, state.element_size())),
+    }
     tied = A.stride(-1) == 0 and all(
         t is None or t.stride(-1) == 0 for t in (A.transpose(-1, -2), dt, dt_bias, deltaA)
     )
