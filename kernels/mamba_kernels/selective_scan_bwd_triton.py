@@ -39,11 +39,11 @@ from mamba_kernels.selective_scan_tiles_triton import (
     over_states,
     retreat,
 )
-from mamba_kernels.selective_scan_triton import as_reals, constant, kernel_arguments
+from mamba_kernels.selective_scan_triton import as_reals, channels_last, constant, kernel_arguments
 from mamba_kernels.triton_math import sigmoid
 
 
-@triton.jit(do_not_specialize=["starts"])
+@triton.jit(do_not_specialize=["dim", "group_blocks", "blocks", "starts"])
 def _scan_backward_kernel(
     u_ptr, delta_ptr, deltaA_ptr, z_ptr, A_ptr, B_ptr, C_ptr, D_ptr, delta_bias_ptr, starts_ptr,
     dout_ptr, dlast_ptr, du_ptr, ddelta_ptr, ddeltaA_ptr, dz_ptr, out_ptr,
@@ -94,9 +94,9 @@ def _scan_backward_kernel(
         delta_bias = tl.load(delta_bias_ptr + c, mask=c_in, other=0.0).to(tl.float32)[None, :]
     if D_ptr is not None:
         D = tl.load(D_ptr + c, mask=c_in, other=0.0).to(tl.float32)[None, :]
-    zero = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)
-    g_re = zero
-    g_im = zero
+    # Zeros for each sum: names that share their first value stay one value in a loop (Triton 3.6).
+    g_re = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)
+    g_im = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)
     if dlast_ptr is not None:
         g_re, g_im = load_pair(dlast_ptr + batch * state_size + state, 1, state_in, COMPLEX)
         g_re = as_token(g_re, tokens)
@@ -131,14 +131,14 @@ def _scan_backward_kernel(
         C_re = C_re[None]
         C_im = C_im[None]
 
-    dA_re = zero
-    dA_im = zero
-    dB_re = zero
-    dB_im = zero
-    dC_re = zero
-    dC_im = zero
+    dA_re = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)
+    dA_im = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)
+    dB_re = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)
+    dB_im = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)
+    dC_re = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)
+    dC_im = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)
     dD = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    ddelta_bias = dD
+    ddelta_bias = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
 
     # The tile that the next walk back begins with is always on its way.
     first = (tl.cdiv(seqlen, BLOCK_T) - 1) * BLOCK_T
@@ -322,19 +322,26 @@ def _scan_backward_kernel(
 def config_for(inputs: ScanInputs) -> dict[str, int]:
     """Block sizes, as forward; tiles are shorter, for there is more to hold of each token.
 
-    The programs' parts of dB and dC take 4 bytes a program, token and state: with many channels, fewer and
-    larger programs keep them small beside the other gradients.
+    Larger programs write fewer parts of dB and dC, but their warps wait for each other in every tile: one
+    warp is best, except for many channels that lie last, and for few. Parts take 4 bytes a program, token
+    and state, so those of one warp are 16 bytes a channel and token. Measured on an H200.
     """
     states = triton.next_power_of_2(inputs.A.shape[1])
-    held = 2 if inputs.A.is_complex() else 4
-    lanes = min(32, max(1, states // held))
-    tokens = 4 if inputs.discretization in ("zoh", "bilinear") else 8
     channels = inputs.u.shape[0] * inputs.u.shape[1]
-    return {
-        "BLOCK_T": max(1, min(tokens, tokens * held * lanes // states)),
-        "LANES": lanes,
-        "num_warps": 2 if channels <= 8192 else 4,
-    }
+    held, tokens, num_warps = 4, 8, 1
+    if channels < 4096:
+        held, num_warps = 2, 2
+        if states == 16 and not inputs.A.is_complex():
+            tokens = 16
+    elif channels >= 8192 and channels_last(inputs.u):
+        num_warps = 2
+    if inputs.A.is_complex():
+        held //= 2
+    if inputs.discretization in ("zoh", "bilinear"):
+        tokens //= 2
+    lanes = min(32, max(1, states // held))
+    block_t = max(1, min(tokens, tokens * held * lanes // states))
+    return {"BLOCK_T": block_t, "LANES": lanes, "num_warps": num_warps}
 
 
 def scan_backward(

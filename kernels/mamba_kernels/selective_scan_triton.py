@@ -29,7 +29,7 @@ from mamba_kernels.triton_math import sigmoid
 START_EVERY = 256
 
 
-@triton.jit(do_not_specialize=["starts"])
+@triton.jit(do_not_specialize=["dim", "group_blocks", "blocks", "starts"])
 def _scan_kernel(
     u_ptr, delta_ptr, deltaA_ptr, z_ptr, A_ptr, B_ptr, C_ptr, D_ptr, delta_bias_ptr, initial_ptr,
     out_ptr, last_ptr, starts_ptr,
@@ -72,7 +72,7 @@ def _scan_kernel(
     if D_ptr is not None:
         D = tl.load(D_ptr + c, mask=c_in, other=0.0).to(tl.float32)[None, :]
     h_re = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)
-    h_im = h_re
+    h_im = tl.zeros((ROWS, BLOCK_C, LANES), tl.float32)  # not h_re: see _scan_backward_kernel
     if initial_ptr is not None:
         h_re, h_im = load_pair(initial_ptr + batch * state_size + state, 1, state_in, COMPLEX)
         h_re = as_token(h_re, tokens)
@@ -158,15 +158,30 @@ def _scan_kernel(
 def config_for(inputs: ScanInputs) -> dict[str, int]:
     """Block sizes: BLOCK_T tokens a tile, and LANES lanes of a warp that share a channel's states.
 
-    A thread holds 4 states (2 complex ones) of its channel, at 16 tokens, where d_state allows. More lanes
-    to a channel make more, lighter warps: what a small batch needs, as a warp walks a whole sequence.
+    A thread holds 4 states (2 complex ones) of its channel, at 16 tokens, where d_state allows. A warp
+    walks a whole sequence, so few channels need more, lighter warps: 2 states a thread. A large d_state
+    needs short tiles, as B and C take registers too. The rest holds for Mamba's own rule and d_state, as
+    measured on an H200: few channels do best with long tiles, many with 8 states a thread, or short tiles
+    where the channels lie last (there 8 states spill).
     """
     states = triton.next_power_of_2(inputs.A.shape[1])
-    held = 2 if inputs.A.is_complex() else 4
+    is_complex = inputs.A.is_complex()
+    usual = states == 16 and not is_complex and inputs.discretization == "mamba"
+    channels = inputs.u.shape[0] * inputs.u.shape[1]
+    held, tokens = 4, 16
+    if channels < 4096:
+        held, tokens = (2, 32) if usual else (2, 16)
+    elif channels >= 8192 and usual:
+        held, tokens = (4, 8) if channels_last(inputs.u) else (8, 16)
+    if is_complex:
+        held //= 2
     lanes = min(32, max(1, states // held))
-    if inputs.u.shape[0] * inputs.u.shape[1] < 4096:
-        lanes = min(32, states, 2 * lanes)
-    return {"BLOCK_T": max(1, min(16, 16 * held * lanes // states)), "LANES": lanes, "num_warps": 1}
+    block_t = min(tokens, tokens * held * lanes // states, max(1, 1024 // states))
+    return {"BLOCK_T": max(1, block_t), "LANES": lanes, "num_warps": 1}
+
+
+def channels_last(u: torch.Tensor) -> bool:
+    return u.stride(1) < u.stride(2)
 
 
 def kernel_arguments(inputs: ScanInputs, config: dict[str, int]) -> tuple[tuple[int], dict[str, Any]]:
