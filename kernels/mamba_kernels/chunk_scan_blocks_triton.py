@@ -149,6 +149,16 @@ def strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:
     return tensor.stride() if tensor is not None else (0,) * rank
 
 
+def largest_block(headdim: int) -> int:
+    """The longest block for heads so wide.
+
+    Products of 64 rows and more run on wgmma. Where a tile of few columns cannot be loaded ahead, because
+    its rows are not aligned, it can lie where an earlier operand lay, and then ptxas 12.8 (Triton 3.6)
+    builds a descriptor of it from a register that it never set. Products of 32 rows have no descriptors.
+    """
+    return 32 if headdim <= 32 else 128
+
+
 def pad_to_dot(size: int) -> int:
     """The side of a tile that holds `size`: a power of two, and at least 16, which tl.dot asks for."""
     return max(16, triton.next_power_of_2(size))

@@ -18,6 +18,7 @@ from mamba_kernels.chunk_scan_blocks_triton import (
     choose_segments,
     device_limits,
     dot_dtype,
+    largest_block,
     load_run,
     load_tile,
     locate,
@@ -273,7 +274,10 @@ def config_for(
     """Choose the blocks of a backward: the first tiles of the list whose buffers fit in shared memory."""
     size, block_n = dtype.itemsize, pad_to_dot(d_state)
     for block, block_p, states, gradients in TILES_32_BIT if size == 4 else TILES_16_BIT:
-        block, block_p = min(block, pad_to_dot(seqlen)), min(block_p, pad_to_dot(headdim))
+        block, block_p = (
+            min(block, largest_block(headdim), pad_to_dot(seqlen)),
+            min(block_p, pad_to_dot(headdim)),
+        )
         # B and C stay; both states, x and dy are loaded ahead; x and dy are also stored weighted.
         ahead = gradients[1] * 2 * (block_n + block) * block_p
         total = (2 * block * block_n + ahead + 2 * block * block_p + block * block) * size

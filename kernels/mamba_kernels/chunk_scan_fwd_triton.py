@@ -17,6 +17,7 @@ from mamba_kernels.chunk_scan_blocks_triton import (
     choose_segments,
     device_limits,
     dot_dtype,
+    largest_block,
     load_run,
     load_tile,
     locate,
@@ -157,7 +158,7 @@ def config_for(
     for tiles in TILES_32_BIT if size == 4 else TILES_16_BIT:
         if tiles is LONG and not crowded:
             continue
-        block = min(tiles.block, pad_to_dot(seqlen))
+        block = min(tiles.block, largest_block(headdim), pad_to_dot(seqlen))
         states_p, states_warps, states_stages = tiles.states
         output_p, output_warps, output_stages = tiles.output
         states_p, output_p = min(states_p, padded), min(output_p, padded)
