@@ -31,7 +31,6 @@ from mamba_kernels.chunk_scan_blocks_triton import (
     too_large,
 )
 from mamba_kernels.chunk_scan_states_triton import launch_decays, launch_states
-from mamba_kernels.chunk_scan_walk_triton import launch_walk
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -121,12 +120,15 @@ class Tiles:
     output: tuple[int, int, int]
 
 
-# Best first. Blocks of 128 tokens hand half as many states on, but their programs fill a multiprocessor
-# each: they pay where each has this many heads of blocks to work through, and the walk has no segments.
+# Blocks of 128 tokens hand half as many states on, but their programs fill a multiprocessor each: they
+# pay where the walk has no need of segments and each program has this many heads to work through.
 LONG = Tiles(128, (64, 4, 3), (64, 8, 4))
 LONG_HEADS = 8
+# Best for rows walked in segments.
+SEGMENTED = Tiles(64, (64, 8, 4), (64, 4, 3))
 TILES_16_BIT = (
     LONG,
+    SEGMENTED,
     Tiles(64, (32, 4, 4), (64, 4, 3)),
     Tiles(64, (64, 4, 2), (64, 4, 2)),
     Tiles(64, (32, 4, 2), (32, 4, 2)),
@@ -152,12 +154,7 @@ def config_for(
 ) -> dict:
     """Choose the blocks of a forward: the first tiles of the list that suit the shape and fit the card."""
     size, block_n, padded = dtype.itemsize, pad_to_dot(d_state), pad_to_dot(headdim)
-    walks = rows * nheads * triton.cdiv(headdim, LONG.states[0])
-    crowded = 2 * walks > limits.processors
-    crowded &= rows * (seqlen // LONG.block) * nheads >= LONG_HEADS * limits.processors
     for tiles in TILES_32_BIT if size == 4 else TILES_16_BIT:
-        if tiles is LONG and not crowded:
-            continue
         block = min(tiles.block, largest_block(headdim), pad_to_dot(seqlen))
         states_p, states_warps, states_stages = tiles.states
         output_p, output_warps, output_stages = tiles.output
@@ -165,13 +162,18 @@ def config_for(
         # What is loaded ahead, once a stage: B and x; the state and x, beside C that stays.
         states_bytes = max(states_stages, 2) * block * (block_n + states_p) * size
         output_bytes = (block * block_n + max(output_stages, 2) * (block_n + block) * output_p) * size
-        if max(states_bytes, output_bytes) + 4096 <= limits.shared_memory:
+        row_blocks = triton.cdiv(seqlen, block)
+        walks = rows * nheads * triton.cdiv(headdim, states_p)
+        segments = choose_segments(row_blocks, walks, limits.processors, resident(states_bytes, limits))
+        if tiles is LONG:
+            heads = rows * row_blocks * nheads // limits.processors
+            suits = block == LONG.block and 2 * walks > limits.processors and heads >= LONG_HEADS
+        else:
+            suits = tiles is not SEGMENTED or segments > 1
+        if suits and max(states_bytes, output_bytes) + 4096 <= limits.shared_memory:
             break
     else:
         raise too_large(d_state, dtype, limits)
-    row_blocks = triton.cdiv(seqlen, block)
-    walks = rows * nheads * triton.cdiv(headdim, states_p)
-    segments = choose_segments(row_blocks, walks, limits.processors, resident(states_bytes, limits))
     blocks = rows * row_blocks * triton.cdiv(headdim, output_p) * ngroups
     heads = choose_heads(blocks, nheads // ngroups, resident(output_bytes, limits))
     return {
@@ -217,12 +219,6 @@ def launch_forward(
         config = config_for(rows, seqlen, nheads, headdim, ngroups, d_state, dtype, device_limits(x.device))
     packing = pack(batch, seqlen, cu_seqlens, config["BLOCK"])
     steps, decays = launch_decays(dt, A, dt_bias, dt_softplus, dt_limit, packing)
-    if "walk" in config:
-        summaries = config["states"] | {"segments": config["walk"]["segments"]}
-        starts = launch_states(
-            x, B, None, steps, decays, runs, initial_states, packing, summaries, dtype, starts_only=True
-        )
-        return launch_walk(x, B, C, D, z, steps, decays, runs, starts, packing, config["walk"], dtype)
     # A packed entry may have tokens outside every sequence; the blocks cover all others.
     empty = torch.empty if cu_seqlens is None else torch.zeros
     y = empty(x.shape, dtype=x.dtype, device=x.device)

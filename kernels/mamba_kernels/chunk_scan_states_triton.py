@@ -186,7 +186,8 @@ def _chain_kernel(
     state = tl.zeros((BLOCK,), dtype=tl.float32)
     if HAS_START:
         state = tl.load(start_states + pid * size + offset, mask=offset < size, other=0.0)
-    for step in range(0, segments):
+    # Loaded ahead: the summaries do not wait for one another.
+    for step in tl.range(0, segments, num_stages=4):
         segment = step
         if REVERSE:
             segment = segments - 1 - step
@@ -236,7 +237,6 @@ def launch_states(
     config: dict,
     dtype: torch.dtype,
     reverse: bool = False,
-    starts_only: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Walk the blocks of every row; see `_states_kernel` for what x, B and z are in which direction.
 
@@ -275,7 +275,5 @@ def launch_states(
             REVERSE=reverse, HAS_START=start_states is not None, BLOCK=1024, num_warps=4,
         )  # fmt: skip
         start_states = summaries
-    if starts_only:
-        return start_states
     walk(start_states, last, None)
     return entering, last
