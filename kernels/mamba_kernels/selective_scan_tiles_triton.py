@@ -4,7 +4,7 @@ Every tile with states has the shape (tokens, ROWS, channels, LANES), and the sh
 gives the last axes to the lanes and then the warps of a program, and the first to registers. With
 ROWS * LANES >= d_state and channels = 32 * num_warps / LANES, a thread holds ROWS states of one channel at
 all the tile's tokens. So taking one token out of a tile (`token_of`), which the loops over the tokens do,
-is free; the sum over the states is ROWS additions and log2(LANES) shuffles.
+is free, and the sum over the states is mostly additions within a thread.
 
 Tiles are float32 from their load on. Triton moves a change of layout to the narrower side of a conversion:
 converted where it is used, a bfloat16 delta would have its softplus computed by every lane that needs it.
@@ -96,8 +96,16 @@ def as_token(state, tokens):
 
 @triton.jit
 def over_states(x):
-    """Sum a tile (tokens, ROWS, channels, LANES) over the states: (tokens, channels)."""
-    return tl.sum(tl.sum(x, axis=1), axis=2)
+    """Sum a tile (tokens, ROWS, channels, LANES) over the states: (tokens, channels).
+
+    From 4 lanes on, the lanes' sums pass through shared memory once and are added in registers, as in
+    `over_channels`: that is fewer instructions than log2(LANES) shuffles for each token and channel.
+    """
+    by_lane = tl.sum(x, axis=1)
+    if by_lane.shape[2] < 4:
+        return tl.sum(by_lane, axis=2)
+    else:
+        return tl.sum(tl.permute(by_lane, (2, 0, 1)) * 1.0, axis=0)
 
 
 @triton.jit
