@@ -268,10 +268,10 @@ def _scan_blocks(x, dt, B, C, y, A, D, state, run, previous) -> None:
 
     outer = torch.matmul(C, entering.view(chunks, ngroups, -1, d_state).transpose(-1, -2))
     outer = outer.transpose(1, 2).reshape(x.shape)
+    inner = torch.bmm(weights.view(-1, q, q), x.transpose(1, 2).reshape(-1, q, headdim))
+    inner = inner.view(chunks, nheads, q, headdim).transpose(1, 2)
     result = y if y.dtype == narrow else torch.empty_like(y, dtype=narrow)
-    torch.mul(outer, into.transpose(1, 2).to(narrow)[..., None], out=result)
-    for k in range(chunks):
-        result[k].transpose(0, 1).baddbmm_(weights[k], x[k].transpose(0, 1))
+    torch.addcmul(inner, outer, into.transpose(1, 2).to(narrow)[..., None], out=result)
     if D is not None and D.dim() == 2:
         result.addcmul_(x, D.to(narrow))
     if result is not y:

@@ -89,7 +89,7 @@ class MixerCore:
         conv_state: torch.Tensor,
         ssm_state: torch.Tensor,
     ) -> torch.Tensor:
-        """Read one token: arguments without an axis for tokens, and wide; z is overwritten. Returns y wide."""
+        """Read one token: arguments without an axis for tokens, and wide; z is overwritten; y is wide."""
         batch, nheads, headdim, d_state = ssm_state.shape
         ngroups = self.ngroups
         rows = conv_state.transpose(1, 2)
