@@ -44,7 +44,7 @@ def options(names: str, *rows: tuple[int, ...]) -> list[Config]:
 # For each BLOCK, the variants that are compiled apart; the first of each list is where tuning starts.
 STATES = {
     128: options("BLOCK_P num_warps num_stages", (64, 4, 3), (32, 4, 3), (32, 4, 4)),
-    64: options("BLOCK_P num_warps num_stages", (32, 4, 4), (64, 4, 4), (64, 8, 3), (64, 8, 4), (64, 4, 3)),
+    64: options("BLOCK_P num_warps num_stages", (64, 8, 4), (64, 4, 4), (64, 8, 3), (32, 4, 4), (64, 4, 3)),
     32: options("BLOCK_P num_warps num_stages", (64, 4, 4)),
     16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
 }
@@ -55,9 +55,21 @@ VARIANTS = {
         16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
     },
     "gradients": {
-        64: options("BLOCK_P num_warps num_stages", (64, 8, 3), (64, 8, 2)),
+        64: options(
+            "BLOCK_P num_warps num_stages", (64, 4, 1), (64, 8, 3), (64, 8, 2), (64, 4, 2), (64, 8, 1)
+        ),
         16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
     },
+}
+SUMS = {
+    64: options(
+        "BLOCK_N BLOCK_P num_warps num_stages",
+        (64, 64, 4, 3),
+        (64, 64, 4, 4),
+        (128, 64, 4, 3),
+        (128, 64, 8, 3),
+    ),
+    16: options("BLOCK_N BLOCK_P num_warps num_stages", (16, 16, 4, 1)),
 }
 
 
@@ -87,6 +99,8 @@ class Case:
         }
         config["states"]["segments"] = self.segments[0]
         config[self.part]["heads"] = self.heads[0]
+        if self.backward:
+            config["sums"] = dict(SUMS[block][0])
         return config
 
     def steps(self, block: int) -> list[tuple[str, list[Config]]]:
@@ -94,6 +108,7 @@ class Case:
         return [
             ("states", STATES[block]),
             (self.part, VARIANTS[self.part][block]),
+            ("sums", SUMS[block] if self.backward else []),
             (self.part, [{"heads": n} for n in self.heads]),
             ("states", [{"segments": n} for n in self.segments]),
         ]
@@ -157,7 +172,7 @@ def cases(smoke: bool) -> dict[str, Case]:
 def compiled_variants(case: Case) -> Iterator[Config]:
     """One configuration for each kernel variant of the case, and one with segments."""
     for block in case.blocks:
-        for part, changes in case.steps(block)[:2]:
+        for part, changes in case.steps(block)[:3]:
             for change in changes:
                 yield changed(case.start(block), part, change)
         yield changed(case.start(block), "states", {"segments": 2})
@@ -213,7 +228,9 @@ def tune(name: str, case: Case, failed: list[Config]) -> list[dict[str, Any]]:
         best, best_us = case.start(block), float("inf")
         for part, changes in case.steps(block):
             for config in [changed(best, part, change) for change in changes]:
-                variant = [config[p] | {"heads": 0, "segments": 0} for p in ("states", case.part)]
+                variant = [
+                    config.get(p, {}) | {"heads": 0, "segments": 0} for p in ("states", case.part, "sums")
+                ]
                 if any(bad["BLOCK"] == block and bad["variant"] in variant for bad in failed):
                     continue
                 try:
@@ -234,7 +251,7 @@ def write(folder: Path, results: list[dict[str, Any]], problems: list[str]) -> N
 
 
 def report(chosen: dict[str, Case], results: list[dict[str, Any]], problems: list[str]) -> None:
-    """What failed; then for each case and block size what the launchers choose by themselves, and the best."""
+    """What failed; then for each case and block size the launchers' own choice and the best."""
     print(*problems, sep="\n", end="\n" if problems else "")
     print(f"{'case':26} {'ours us':>8} {'best us':>8} {'GB/s':>6}  configuration")
     for name, case in chosen.items():
@@ -274,8 +291,8 @@ def main() -> None:
         if problem:
             problems.append(f"FAILED {name} {json.dumps(config)} {problem}")
             start = chosen[name].start(config["BLOCK"])
-            for part in ("states", chosen[name].part):
-                if config[part] != start[part]:
+            for part in ("states", chosen[name].part, "sums"):
+                if part in config and config[part] != start[part]:
                     variant = config[part] | {"heads": 0, "segments": 0}
                     failed.append({"BLOCK": config["BLOCK"], "variant": variant})
     results: list[dict[str, Any]] = []

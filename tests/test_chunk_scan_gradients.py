@@ -159,7 +159,7 @@ def test_gradients_sum_over_programs_and_tiles(device, nan_filled_empty):
     """Several tiles of headdim, several programs a group and several segments add up to the same."""
     from mamba_kernels import chunk_scan_bwd_triton as backward
 
-    args = make_inputs(device, (1, 40, 4, 24, 2, 16), return_final_states=False)
+    args = make_inputs(device, (1, 40, 4, 24, 2, 24), return_final_states=False)
     expected = gradients(ssd_recurrent_ref, to_float64(args))
     names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
     out = scan(**args)
@@ -168,6 +168,7 @@ def test_gradients_sum_over_programs_and_tiles(device, nan_filled_empty):
         "BLOCK": 16,
         "states": {"BLOCK_P": 32, "segments": 3, "num_warps": 4, "num_stages": 1},
         "gradients": {"BLOCK_P": 16, "heads": 1, "num_warps": 4, "num_stages": 1},
+        "sums": {"BLOCK_N": 16, "BLOCK_P": 16, "num_warps": 4, "num_stages": 1},
     }
     inputs = [args[name] for name in names]
     result = backward.launch_backward(dout, None, *inputs, None, None, True, (0.0, float("inf")), config)
