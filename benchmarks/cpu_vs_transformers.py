@@ -67,7 +67,7 @@ def run_ours(lm: LanguageModel, ids: torch.Tensor, tokens: int) -> tuple[float, 
     logits, state = lm.prefill(ids)
     middle = time.perf_counter()
     for _ in range(tokens):
-        logits = lm.step_(logits.argmax(-1), state)
+        logits = lm.step_(logits.float().argmax(-1), state)
     end = time.perf_counter()
     return ids.shape[1] / (middle - start), tokens / (end - middle)
 
@@ -78,7 +78,7 @@ def run_theirs(model, ids: torch.Tensor, tokens: int) -> tuple[float, float]:
     out = model(ids, use_cache=True, logits_to_keep=1)
     middle = time.perf_counter()
     for _ in range(tokens):
-        token = out.logits[:, -1:].argmax(-1)
+        token = out.logits[:, -1:].float().argmax(-1)
         out = model(token, cache_params=out.cache_params, use_cache=True)
     end = time.perf_counter()
     return ids.shape[1] / (middle - start), tokens / (end - middle)
