@@ -255,9 +255,7 @@ def test_an_argument_that_does_not_fit_is_named(name, change):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES])
 @pytest.mark.parametrize("slots", [None, [2, -1]])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_program_of_several_tiles_and_a_last_one_past_the_end(
-    device, nan_filled_empty, tied, slots, dtype
-):
+def test_a_program_of_several_tiles_and_a_last_one_past_the_end(device, nan_filled_empty, tied, slots, dtype):
     from mamba_kernels.selective_state_update_triton import launch
 
     args = make_inputs(device, tied=tied, dtype=dtype)
@@ -278,3 +276,19 @@ def test_a_program_of_several_tiles_and_a_last_one_past_the_end(
         )  # fmt: skip
     assert_close_as_reference(out, out64, out_ref)
     assert_close_as_reference(ours["state"], wide["state"], narrow["state"])
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 5])
+def test_a_program_of_more_rows_than_there_are_touches_no_others(dim, device, nan_filled_empty):
+    # Its tiles divide the rows, but all of them together pass the last one.
+    args = make_inputs(device, headdim=dim)
+    wide, ours = to_float64(cloned(args)), cloned(args)
+    out64 = selective_state_update_ref(**wide, dt_softplus=True)
+    names = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")
+    with use_backend("triton"):
+        out = launch(
+            *(ours[name] for name in names), True, None, ours["deltaA"], "mamba",
+            {"BLOCK_P": 1, "TILES": 4, "num_warps": 1},
+        )  # fmt: skip
+    assert_close_as_reference(out, out64, selective_state_update_ref(**args, dt_softplus=True))
+    assert_close_as_reference(ours["state"], wide["state"], args["state"])
