@@ -281,6 +281,8 @@ def test_a_program_of_several_tiles_and_a_last_one_past_the_end(device, nan_fill
 @pytest.mark.parametrize("dim", [1, 2, 3, 4, 5])
 def test_a_program_of_more_rows_than_there_are_touches_no_others(dim, device, nan_filled_empty):
     # Its tiles divide the rows, but all of them together pass the last one.
+    from mamba_kernels.selective_state_update_triton import launch
+
     args = make_inputs(device, headdim=dim)
     wide, ours = to_float64(cloned(args)), cloned(args)
     out64 = selective_state_update_ref(**wide, dt_softplus=True)
