@@ -51,10 +51,10 @@ class MixerCore:
         dt_bias, A: (nheads,), wide; A is negative. D: (nheads,) or (nheads, headdim), wide.
         norm_weight: (d_ssm,), wide, in ngroups groups; None for no norm.
 
-    Both methods take z (batch, ..., d_ssm), xBC (batch, ..., conv_dim) and dt (batch, ..., nheads) of the
-    model's dtype, and advance two states in place: conv_state (batch, conv_dim, d_conv), newest column last,
+    Both methods take z (batch, ..., d_ssm), xBC (batch, ..., conv_dim) and dt (batch, ..., nheads), z to be
+    overwritten, and advance two states in place: conv_state (batch, conv_dim, d_conv), newest column last,
     and ssm_state (batch, nheads, headdim, d_state), contiguous; one that is not wide is rounded once a call,
-    after y was made of it. They return y as z.
+    after y was made of it. They return y (batch, ..., d_ssm) in z's dtype.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MixerCore:
         conv_state: torch.Tensor,
         ssm_state: torch.Tensor,
     ) -> torch.Tensor:
-        """Read one token: arguments without an axis for tokens, and wide; z is overwritten; y is wide."""
+        """Read one token: z, xBC and dt without an axis for tokens, and wide."""
         batch, nheads, headdim, d_state = ssm_state.shape
         ngroups = self.ngroups
         rows = conv_state.transpose(1, 2)
@@ -122,7 +122,7 @@ class MixerCore:
         conv_state: torch.Tensor,
         ssm_state: torch.Tensor,
     ) -> torch.Tensor:
-        """Read seqlen >= 1 tokens: arguments (batch, seqlen, ...)."""
+        """Read seqlen >= 1 tokens: z, xBC and dt (batch, seqlen, ...), in the model's dtype."""
         _, nheads, headdim, d_state = ssm_state.shape
         window = past = conv_state.transpose(1, 2)
         h = ssm_state.to(self.wide)
@@ -135,7 +135,8 @@ class MixerCore:
             heads, groups = (nheads, headdim), (self.ngroups, d_state)
             x, B, C = x.unflatten(-1, heads), B.unflatten(-1, groups), C.unflatten(-1, groups)
             scanned = ssd_chunked_(x, self._step_sizes(dt[:, tokens]), self.A, B, C, self.D, h, None)
-            y[:, tokens] = self._gate(scanned.flatten(-2).to(self.wide), F.silu(z[:, tokens].to(self.wide)))
+            gate = F.silu(z[:, tokens].to(self.wide), inplace=True)
+            y[:, tokens] = self._gate(scanned.flatten(-2).to(self.wide), gate)
         window.copy_(past)
         if h is not ssm_state:
             ssm_state.copy_(h)
