@@ -19,7 +19,10 @@ class Linear:
         self.bias = bias
         self.rows, self.columns = weight.shape
         self.packed = weight.device.type == "cpu" and _packs(weight.dtype)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
+        self._weight = weight
+        if self.packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+            self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     @property
     def weight(self) -> torch.Tensor:
@@ -29,12 +32,11 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.packed:
             return F.linear(x, self._weight, self.bias)
-        multiply = torch.ops.mkldnn._linear_pointwise
         rows = x.shape[0]
         if rows >= FEWEST_ROWS or x.dim() != 2:
-            return multiply(x, self._weight, self.bias, "none", [], "")
+            return self._multiply(x, self._weight, self.bias, "none", [], "")
         x = x.expand(FEWEST_ROWS, -1) if rows == 1 else F.pad(x, (0, 0, 0, FEWEST_ROWS - rows))
-        return multiply(x, self._weight, self.bias, "none", [], "")[:rows]
+        return self._multiply(x, self._weight, self.bias, "none", [], "")[:rows]
 
 
 def _packs(dtype: torch.dtype) -> bool:
