@@ -50,17 +50,9 @@ STATES = {
 }
 VARIANTS = {
     "output": {
-        128: options(
-            "PART BLOCK_P num_warps num_stages",
-            (128, 64, 8, 4),
-            (64, 64, 4, 2),
-            (64, 64, 4, 3),
-            (64, 64, 8, 3),
-            (64, 64, 8, 2),
-            (64, 32, 4, 3),
-        ),
-        64: options("PART BLOCK_P num_warps num_stages", (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
-        16: options("PART BLOCK_P num_warps num_stages", (16, 16, 4, 1)),
+        128: options("BLOCK_P num_warps num_stages", (64, 8, 4), (64, 8, 3), (64, 8, 5)),
+        64: options("BLOCK_P num_warps num_stages", (64, 4, 3), (64, 4, 2)),
+        16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
     },
     "gradients": {
         64: options(

@@ -333,27 +333,9 @@ def test_segments_of_a_long_row_chain_to_the_same_result(device, nan_filled_empt
     config = {
         "BLOCK": 16,
         "states": {"BLOCK_P": 16, "segments": segments, "num_warps": 4, "num_stages": 1},
-        "output": {"PART": 16, "BLOCK_P": 16, "heads": 1, "num_warps": 4, "num_stages": 1},
+        "output": {"BLOCK_P": 16, "heads": 1, "num_warps": 4, "num_stages": 1},
     }
     out = launch_forward(*inputs, None, None, True, (0.0, float("inf")), config)
-    for result, expected in zip(out, recurrence(args), strict=True):
-        torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("lengths", [(70,), (20, 33, 17)])
-def test_blocks_of_two_parts_give_the_same_result(device, nan_filled_empty, lengths):
-    from mamba_kernels.chunk_scan_fwd_triton import launch_forward
-
-    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    args = make_inputs(device, (1, 70, 2, 8, 1, 16), seq_idx=ids)
-    inputs = [args[k] for k in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")]
-    config = {
-        "BLOCK": 32,
-        "states": {"BLOCK_P": 16, "segments": 1, "num_warps": 4, "num_stages": 1},
-        "output": {"PART": 16, "BLOCK_P": 16, "heads": 1, "num_warps": 4, "num_stages": 1},
-    }
-    runs = args["seq_idx"].to(torch.int32)
-    out = launch_forward(*inputs, runs, None, True, (0.0, float("inf")), config)
     for result, expected in zip(out, recurrence(args), strict=True):
         torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
 

@@ -33,26 +33,6 @@ from mamba_kernels.chunk_scan_blocks_triton import (
 from mamba_kernels.chunk_scan_states_triton import launch_decays, launch_states
 
 
-@triton.jit
-def _weigh(scores, a_i, a_j, dt_j):
-    """Scores times exp(a[i] - a[j]) dt[j]. Above the diagonal they are 0, and the exponent, positive there,
-    is cut to 0."""
-    return scores * tl.exp2(tl.minimum(a_i[:, None] - a_j[None, :], 0.0)) * dt_j[None, :]
-
-
-@triton.jit
-def _store_output(acc, xk, d, z, y, i, p, left, headdim, stride_z_l, stride_z_p, stride_y_l, stride_y_p,
-                  HAS_D: tl.constexpr, HAS_Z: tl.constexpr):  # fmt: skip
-    """Add the skip, gate, and store the tile."""
-    if HAS_D:
-        acc += xk.to(tl.float32) * d[None, :]
-    if HAS_Z:
-        zk = load_tile(z, i, stride_z_l, left, p, stride_z_p, headdim).to(tl.float32)
-        acc *= zk * tl.sigmoid(zk)
-    ptrs = y + i[:, None] * stride_y_l + p[None, :] * stride_y_p
-    tl.store(ptrs, acc.to(y.dtype.element_ty), mask=(i[:, None] < left) & (p[None, :] < headdim))
-
-
 @triton.jit(do_not_specialize=COUNTS)
 def _output_kernel(
     x, B, C, D, z, y, steps, decays, entering, runs,
@@ -67,13 +47,9 @@ def _output_kernel(
     stride_runs_b,
     HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr,
     DOT: tl.constexpr, OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """y[i] = exp(a[i]) C[i] H + sum over j <= i of exp(a[i] - a[j]) dt[j] (C[i] . B[j]) x[j] + D x[i].
-
-    The rows of a block are one part or two of PART tokens. From the second part to the first, a decay is
-    that up to the last token m of the first, times that from there: exp(a[i] - a[m]) exp(a[m] - a[j]).
-    """
+    """y[i] = exp(a[i]) C[i] H + sum over j <= i of exp(a[i] - a[j]) dt[j] (C[i] . B[j]) x[j] + D x[i]."""
     # Program (block; tile of headdim, part of a group's heads, group, from the fastest).
     block = tl.program_id(0).to(tl.int64)
     ptiles = tl.cdiv(headdim, BLOCK_P)
@@ -90,7 +66,7 @@ def _output_kernel(
     left = tl.minimum(length - begin, BLOCK).to(tl.int32)
     start += begin
 
-    i = tl.arange(0, PART).to(OFFSET)
+    i = tl.arange(0, BLOCK).to(OFFSET)
     n = tl.arange(0, BLOCK_N).to(OFFSET)
     p = ptile.to(OFFSET) * BLOCK_P + tl.arange(0, BLOCK_P).to(OFFSET)
     B += batch * stride_B_b + start * stride_B_l + group * stride_B_g
@@ -101,26 +77,13 @@ def _output_kernel(
 
     c = load_tile(C, i, stride_C_l, left, n, stride_C_n, d_state).to(DOT)
     bt = load_tile(B, n, stride_B_n, d_state, i, stride_B_l, left).to(DOT)
-    causal = i[:, None] >= i[None, :]
-    seen = causal
+    seen = i[:, None] >= i[None, :]
     if HAS_RUNS:
         runs += batch * stride_runs_b + begin
         run = load_run(runs, i, left)
-        run_j = load_run(runs, i, left)
         before = tl.load(runs - tl.minimum(begin, 1))
-        seen = causal & (run[:, None] == run_j[None, :])
+        seen = seen & (run[:, None] == load_run(runs, i, left)[None, :])
     scores = tl.where(seen, tl.dot(c, bt, input_precision="ieee"), 0.0)
-    if BLOCK > PART:
-        i2 = i + PART
-        c2 = load_tile(C, i2, stride_C_l, left, n, stride_C_n, d_state).to(DOT)
-        bt2 = load_tile(B, n, stride_B_n, d_state, i2, stride_B_l, left).to(DOT)
-        seen = causal
-        scores_21 = tl.dot(c2, bt, input_precision="ieee")
-        if HAS_RUNS:
-            run2 = load_run(runs, i2, left)
-            seen = causal & (run2[:, None] == load_run(runs, i2, left)[None, :])
-            scores_21 = tl.where(run2[:, None] == run_j[None, :], scores_21, 0.0)
-        scores2 = tl.where(seen, tl.dot(c2, bt2, input_precision="ieee"), 0.0)
 
     head0 = group * group_heads + part * program_heads
     heads = tl.minimum(program_heads, group_heads - part * program_heads)
@@ -130,34 +93,22 @@ def _output_kernel(
         xk = load_tile(x + head * stride_x_h, i, stride_x_l, left, p, stride_x_p, headdim)
         a = tl.load(decays + number * BLOCK + i)
         dt = tl.load(steps + number * BLOCK + i)
-        d = 0.0
-        if HAS_D:
-            d = tl.load(D + head * stride_D_h + p * stride_D_p, mask=p < headdim, other=0.0).to(tl.float32)
         into = tl.exp2(a)
         if HAS_RUNS:
             into = tl.where(run == before, into, 0.0)
+        # Above the diagonal the scores are 0 and the exponent, positive there, is cut to 0.
+        weights = scores * tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0)) * dt[None, :]
         acc = tl.dot(c, state, input_precision="ieee") * into[:, None]
-        acc = tl.dot(_weigh(scores, a, a, dt).to(DOT), xk.to(DOT), acc=acc, input_precision="ieee")
-        _store_output(
-            acc, xk, d, z + head * stride_z_h, y + head * stride_y_h, i, p, left, headdim,
-            stride_z_l, stride_z_p, stride_y_l, stride_y_p, HAS_D, HAS_Z,
-        )  # fmt: skip
-        if BLOCK > PART:
-            x2 = load_tile(x + head * stride_x_h, i2, stride_x_l, left, p, stride_x_p, headdim)
-            a2 = tl.load(decays + number * BLOCK + i2)
-            dt2 = tl.load(steps + number * BLOCK + i2)
-            a_m = tl.load(decays + number * BLOCK + PART - 1)
-            acc = tl.dot(c2, state, input_precision="ieee")
-            if HAS_RUNS:
-                acc = tl.where((run2 == before)[:, None], acc, 0.0)
-            weights = scores_21 * (tl.exp2(a_m - a) * dt)[None, :]
-            acc = tl.dot(weights.to(DOT), xk.to(DOT), acc=acc * tl.exp2(a_m), input_precision="ieee")
-            acc *= tl.exp2(a2 - a_m)[:, None]
-            acc = tl.dot(_weigh(scores2, a2, a2, dt2).to(DOT), x2.to(DOT), acc=acc, input_precision="ieee")
-            _store_output(
-                acc, x2, d, z + head * stride_z_h, y + head * stride_y_h, i2, p, left, headdim,
-                stride_z_l, stride_z_p, stride_y_l, stride_y_p, HAS_D, HAS_Z,
-            )  # fmt: skip
+        acc = tl.dot(weights.to(DOT), xk.to(DOT), acc=acc, input_precision="ieee")
+        if HAS_D:
+            d = tl.load(D + head * stride_D_h + p * stride_D_p, mask=p < headdim, other=0.0)
+            acc += xk.to(tl.float32) * d.to(tl.float32)[None, :]
+        if HAS_Z:
+            zk = load_tile(z + head * stride_z_h, i, stride_z_l, left, p, stride_z_p, headdim)
+            zk = zk.to(tl.float32)
+            acc *= zk * tl.sigmoid(zk)
+        ptrs = y + head * stride_y_h + i[:, None] * stride_y_l + p[None, :] * stride_y_p
+        tl.store(ptrs, acc.to(y.dtype.element_ty), mask=(i[:, None] < left) & (p[None, :] < headdim))
 
 
 @dataclass(frozen=True)
@@ -167,7 +118,6 @@ class Tiles:
     block: int
     states: tuple[int, int, int]
     output: tuple[int, int, int]
-    part: int = 128
 
 
 # Blocks of 128 tokens hand half as many states on, but their programs fill a multiprocessor each: they
@@ -233,7 +183,7 @@ def config_for(
         },
         # A program loads no further ahead than it has heads.
         "output": {
-            "PART": min(tiles.part, block), "BLOCK_P": output_p, "heads": heads, "num_warps": output_warps,
+            "BLOCK_P": output_p, "heads": heads, "num_warps": output_warps,
             "num_stages": min(output_stages, heads + 1),
         },
     }  # fmt: skip
@@ -290,7 +240,7 @@ def launch_forward(
         HAS_D=D is not None, HAS_Z=z is not None, HAS_RUNS=runs is not None,
         VARLEN=cu_seqlens is not None, DOT=tl_dtype(dtype),
         OFFSET=offset_dtype(packing.block, x, B, C, z, y), BLOCK=packing.block,
-        PART=output["PART"], BLOCK_N=pad_to_dot(d_state), BLOCK_P=output["BLOCK_P"],
+        BLOCK_N=pad_to_dot(d_state), BLOCK_P=output["BLOCK_P"],
         num_warps=output["num_warps"], num_stages=output["num_stages"],
     )  # fmt: skip
     return y, last
