@@ -55,9 +55,7 @@ VARIANTS = {
         16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
     },
     "gradients": {
-        64: options(
-            "BLOCK_P num_warps num_stages", (64, 4, 1), (64, 8, 3), (64, 8, 2), (64, 4, 2), (64, 8, 1)
-        ),
+        64: options("BLOCK_P num_warps num_stages", (64, 8, 3), (64, 8, 2), (64, 4, 1), (64, 4, 2)),
         16: options("BLOCK_P num_warps num_stages", (16, 4, 1)),
     },
 }

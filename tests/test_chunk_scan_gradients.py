@@ -68,7 +68,8 @@ def check_gradients(args, outputs=None):
     """Every gradient against the recurrence's, by the reference's own error in the same dtype.
 
     A weight's gradient is one sum of terms that cancel, and the error of one sum is a matter of luck: the
-    reference's is measured over several.
+    reference's is measured over several. It comes in float32, but from activations of their dtype, of
+    which 4 units of rounding are allowed.
     """
     expected = gradients(ssd_recurrent_ref, to_float64(args), outputs, DRAWS)
     same_dtype = gradients(reference, args, outputs, DRAWS)
@@ -76,8 +77,8 @@ def check_gradients(args, outputs=None):
         assert gradient.dtype == args[name].dtype, name
         if name in ("A", "D", "dt_bias"):
             own = rms(same_dtype[name].double() - expected[name])
-            bound = 3 * own + 4 * torch.finfo(gradient.dtype).eps * rms(expected[name])
-            assert rms(gradient.double() - expected[name][0]) <= bound, name
+            floor = 4 * torch.finfo(args["x"].dtype).eps * rms(expected[name])
+            assert rms(gradient.double() - expected[name][0]) <= max(3 * own, floor), name
         else:
             assert_close_as_reference(gradient, expected[name][0], same_dtype[name][0])
 

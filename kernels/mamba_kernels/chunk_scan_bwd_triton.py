@@ -83,8 +83,9 @@ def _decay_gradient_kernel(
 
 # BLOCK, BLOCK_P, and (num_warps, num_stages) of the states and of the gradients kernel, best first.
 TILES_16_BIT = (
-    (64, 64, (8, 3), (4, 1)),
-    (64, 64, (4, 2), (4, 1)),
+    (64, 64, (8, 3), (8, 3)),
+    (64, 64, (8, 3), (8, 2)),
+    (64, 64, (4, 2), (8, 1)),
     (32, 32, (4, 2), (4, 2)),
     (32, 32, (4, 2), (4, 1)),
     (16, 16, (4, 1), (4, 1)),

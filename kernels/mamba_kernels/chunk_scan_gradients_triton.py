@@ -115,59 +115,54 @@ def _gradients_kernel(
             into = tl.where(run == before, into, 0.0)
             onward = tl.where(run == last, onward, 0.0)
             carry = tl.where(before == last, carry, 0.0)
+        x32, dy32 = xk.to(tl.float32), dy.to(tl.float32)
         if HAS_Z:
             zk = load_tile(z + head * stride_z_h, i, stride_z_l, left, p, stride_z_p, headdim)
             zk = zk.to(tl.float32)
             sigmoid = tl.sigmoid(zk)
-            dout32 = dy.to(tl.float32)
-            dy = dout32 * (zk * sigmoid)
-        xk, dy = xk.to(DOT), dy.to(DOT)
+            dout32 = dy32
+            dy32 *= zk * sigmoid
+        xk, dy = xk.to(DOT), dy32.to(DOT)
 
-        # The states' part first, so that no more tiles are alive at a time than fit in registers.
-        y_outer = tl.dot(c, h, input_precision="ieee") * into[:, None]
-        ddecay = tl.sum(y_outer * dy.to(tl.float32), axis=1)
+        within = tl.exp2(tl.minimum(a[None, :] - a[:, None], 0.0))
+        inner = within * tl.dot(xk, tl.trans(dy), input_precision="ieee")
+        weights = within * scores
+        dscores += inner * dt[:, None]
+        inner *= scores
         dx_outer = tl.dot(b, g, input_precision="ieee") * onward[:, None]
-        dstep_outer = tl.sum(dx_outer * xk.to(tl.float32), axis=1)
+        y_outer = tl.dot(c, h, input_precision="ieee") * into[:, None]
+
+        same = tl.sum(dy32 * x32, axis=1)
+        ddiagonal += same * dt
+        dstep_inner = tl.sum(inner, axis=1)
+        dstep_outer = tl.sum(dx_outer * x32, axis=1)
+        dstep = dstep_inner + dstep_outer + diagonal * same
         # What leaves with the last token passes through no further decay of the block.
         passing = tl.where(i < left - 1, dstep_outer * dt, 0.0)
-        if DOT == tl.float32:
-            overlap = tl.sum(h.to(tl.float32) * g.to(tl.float32))
-        else:  # as the trace of a product, which takes h and g from shared memory
-            squares = tl.dot(tl.trans(h), g, input_precision="ieee")
-            overlap = tl.sum(tl.where(p[:, None] == p[None, :], squares, 0.0))
-        through = overlap * carry + tl.sum(passing)
-
-        inner = tl.dot(xk, tl.trans(dy), input_precision="ieee")
-        same = tl.sum(tl.where(i[:, None] == i[None, :], inner, 0.0), axis=1)
-        ddiagonal += same * dt
-        within = tl.exp2(tl.minimum(a[None, :] - a[:, None], 0.0))
-        weights = within * scores
-        dscores += inner * within * dt[:, None]
-        inner *= weights
-        dstep_inner = tl.sum(inner, axis=1)
-        ddecay += tl.sum(inner * dt[:, None], axis=0)
+        through = tl.sum(h.to(tl.float32) * g.to(tl.float32)) * carry + tl.sum(passing)
+        ddecay = tl.sum(inner * dt[:, None], axis=0) + tl.sum(y_outer * dy32, axis=1)
         ddecay += tl.where(i == left - 1, through, 0.0) - dstep_inner * dt - passing
         out = ((ptile * blocks + block) * nheads + head) * BLOCK + i
-        tl.store(dsteps + out, dstep_inner + dstep_outer + diagonal * same)
+        tl.store(dsteps + out, dstep)
         tl.store(ddecays + out, ddecay)
 
-        dxk = tl.dot(weights.to(DOT), dy, acc=dx_outer, input_precision="ieee") * dt[:, None]
+        # Not by `acc`: as a chain of products the compiler would lay the tile out along its rows only.
+        dxk = tl.dot(weights.to(DOT), dy, input_precision="ieee") * dt[:, None] + dx_outer * dt[:, None]
         direct = (diagonal * dt)[:, None]
         if HAS_D:
             d = tl.load(D + head * stride_D_h + p * stride_D_p, mask=p < headdim, other=0.0)
             direct += d.to(tl.float32)[None, :]
             if D_PER_CHANNEL:
-                per_channel = tl.sum(dy.to(tl.float32) * xk.to(tl.float32), axis=0)
-                tl.store(dD + number * headdim + p, per_channel, mask=p < headdim)
+                tl.store(dD + number * headdim + p, tl.sum(dy32 * x32, axis=0), mask=p < headdim)
             else:
                 tl.store(dD + ptile * blocks * nheads + number, tl.sum(same))
-        dxk += dy.to(tl.float32) * direct
+        dxk += dy32 * direct
         mask = (i[:, None] < left) & (p[None, :] < headdim)
         ptrs = dx + head * stride_dx_h + i[:, None] * stride_dx_l + p[None, :] * stride_dx_p
         tl.store(ptrs, dxk.to(dx.dtype.element_ty), mask=mask)
         if HAS_Z:
             y = tl.dot(tl.trans((weights * dt[:, None]).to(DOT)), xk, acc=y_outer, input_precision="ieee")
-            y += xk.to(tl.float32) * direct
+            y += x32 * direct
             dzk = dout32 * y * sigmoid * (1.0 + zk * (1.0 - sigmoid))
             ptrs = dz + head * stride_dz_h + i[:, None] * stride_dz_l + p[None, :] * stride_dz_p
             tl.store(ptrs, dzk.to(dz.dtype.element_ty), mask=mask)
