@@ -198,14 +198,18 @@ def test_a_sequence_in_parts_equals_the_whole(backend, device, parts):
     torch.testing.assert_close(state.double(), expected_state, rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_alone_equals_the_row_in_a_batch(backend, device):
-    args = make_inputs(device, (2, 45, 2, 8, 1, 16))
+@pytest.mark.parametrize("seqlen", [45, 48])
+def test_a_row_alone_equals_the_row_in_a_batch(backend, device, seqlen):
+    args, tolerance = make_inputs(device, (2, seqlen, 2, 8, 1, 16)), 1e-6
+    if backend == "torch" and seqlen == 45:
+        # The last tokens do not fill a vector, a CPU's scalar softplus rounds them differently in fp32, and
+        # long exponents magnify that to 5e-6: float64 tells such rounding from a wrong result.
+        args, tolerance = to_float64(args), 1e-12
     y, state = scan(args)
     rows = {k: args[k][:1] for k in ("x", "dt", "B", "C", "z", "initial_states")}
     alone_y, alone_state = scan({**args, **rows})
-    # Vector and scalar softplus round differently, and a cumulated exponent of 100 magnifies that.
-    torch.testing.assert_close(alone_y, y[:1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(alone_state, state[:1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(alone_y, y[:1], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(alone_state, state[:1], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("lengths", [(5, 20, 3), (32, 33, 31), (1, 1, 1, 90), (64,)])
