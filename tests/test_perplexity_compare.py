@@ -7,7 +7,7 @@ import torch
 
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.perplexity.compare import compare
-from mamba_cli.perplexity.evaluate import evaluate
+from mamba_cli.perplexity.evaluate import evaluate, evaluate_each
 from mamba_cli.perplexity.plan import make_plan
 from model_testing import BASE
 from perplexity_testing import (
@@ -67,6 +67,16 @@ def test_a_model_beside_itself_differs_in_nothing():
     assert found.kl_mean == found.nll_difference == found.nll_difference_stderr == found.nll_change == 0
     assert found.probability_change_rms == 0
     assert found.same_top == 1
+
+
+@pytest.mark.parametrize("mode", ["window", "carry", "step"])
+def test_several_models_beside_one_reference_score_as_each_alone(mode):
+    models, reference = [random_stand_in(seed) for seed in (0, 2, 3)], random_stand_in(1)
+    together = evaluate_each(models, plan(mode), 2, reference)
+    for model, found in zip(models, together, strict=True):
+        alone = evaluate(model, plan(mode), 2, reference)
+        for field in ("nll", "reference_nll", "kl", "same_top"):
+            assert torch.equal(getattr(found, field), getattr(alone, field))
 
 
 def test_a_divergence_below_single_precision_is_measured_not_rounded_away():

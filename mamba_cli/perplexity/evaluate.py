@@ -57,14 +57,32 @@ def evaluate(
     done; the run that continues it gives the number that an uninterrupted one gives, bit for bit.
     Raises Mamba2Error where a model answers NaN, or the batch does not fit the device's memory.
     """
+    return evaluate_each([lm], plan, batch_size, reference, resume, processes, progress)[0]
+
+
+def evaluate_each(
+    models: Sequence[LanguageModel],
+    plan: Plan,
+    batch_size: int | None = None,
+    reference: LanguageModel | None = None,
+    resume: Path | None = None,
+    processes: Processes | None = None,
+    progress: Progress | None = None,
+) -> list[Scores]:
+    """Do what `evaluate` does for each of several models, beside one reference that reads the text once.
+
+    Without a reference there is one model. The seconds of all Scores are those of the whole pass, and
+    the progress tells the first model's NLL.
+    """
     processes = processes or Processes()
-    models = [lm] if reference is None else [lm, reference]
+    assert reference is not None or len(models) == 1
+    models = [*models] if reference is None else [*models, reference]
     _check_vocabulary(models)
     file = ResumeFile(resume, _key(models, plan)) if resume and processes.reports else None
     batch_size = batch_size or (file and file.batch_size) or automatic_batch_size(models, plan)
     batch_size = int(processes.from_first(torch.tensor(batch_size)))
     starts = offsets(plan.windows)
-    columns = len(NLL if reference is None else COMPARISON)
+    columns = _columns(models)
     scores = torch.full((columns, plan.predictions), torch.nan, dtype=torch.float64)
     if file:
         file.open(batch_size, scores)
@@ -91,8 +109,11 @@ def evaluate(
     seconds = time.perf_counter() - begin
     rate = (tally.tokens - before) / seconds
     if reference is None:
-        return Scores(scores[0], None, None, None, batch_size, seconds, rate)
-    return Scores(scores[0], scores[1], scores[2], scores[3].bool(), batch_size, seconds, rate)
+        return [Scores(scores[0], None, None, None, batch_size, seconds, rate)]
+    return [
+        Scores(nll, reference_nll, kl, same_top.bool(), batch_size, seconds, rate)
+        for nll, reference_nll, kl, same_top in scores.split(len(COMPARISON))
+    ]
 
 
 def automatic_batch_size(models: Sequence[LanguageModel], plan: Plan) -> int:
@@ -142,8 +163,7 @@ def _score_together(
     tally: _Tally,
 ) -> torch.Tensor:
     """Score one batch a process; return (columns, predictions) of all of them, in order, everywhere."""
-    columns = len(NLL if len(models) == 1 else COMPARISON)
-    found = [torch.zeros(columns, len(place), dtype=torch.float64) for place in places]
+    found = [torch.zeros(_columns(models), len(place), dtype=torch.float64) for place in places]
     if processes.rank < len(share):
         windows = [plan.windows[index] for index in share[processes.rank]]
         documents = [document.ids for document in plan.documents]
@@ -161,6 +181,11 @@ def _score_together(
         if rank != processes.rank:
             tally.add(results)
     return together
+
+
+def _columns(models: Sequence[LanguageModel]) -> int:
+    """Rows of the scores of a model alone, or of models and their reference."""
+    return len(NLL) if len(models) == 1 else len(COMPARISON) * (len(models) - 1)
 
 
 def _places(batch: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
@@ -200,7 +225,8 @@ def _key(models: Sequence[LanguageModel], plan: Plan) -> dict[str, object]:
         "tokens": plan.predictions,
         "token ids": text.hexdigest(),
     }
-    for role, lm in zip(("model", "reference"), models, strict=False):
+    roles = ["model", *(f"model {number}" for number in range(2, len(models))), "reference"]
+    for role, lm in zip(roles, models, strict=False):
         key[role] = f"{lm.name} in {lm.dtype}, state {lm.ssm_dtype}, on {lm.device.type} by {lm.backend}"
         key[f"{role}'s configuration"] = lm.config
         # Other weights under the same name would answer the first tokens otherwise.

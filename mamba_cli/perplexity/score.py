@@ -1,5 +1,7 @@
 """NLL of the planned predictions of one batch of windows, and what a reference model thinks of them.
 
+Several models may be scored beside one reference, which then reads the text once for all of them.
+
 Whatever the mode, a batch goes through the model from left to right and only the positions whose
 predictions count reach the head, in slices, so that memory grows neither with window times
 vocabulary nor, carried from chunk to chunk, with the length of a document.
@@ -14,9 +16,11 @@ from mamba_cli.language_model import LanguageModel
 from mamba_cli.perplexity.windows import Window
 from mamba_cli.state import wide_dtype
 
-# Rows of the tensors that scoring returns: for one model, and for a model beside its reference.
+# Rows of the tensors that scoring returns: for a model alone, and for each model beside a reference.
 NLL = ("nll",)
 COMPARISON = ("nll", "reference_nll", "kl", "same_top")
+# Rows of what is computed on the device for them: _measure's and _compare's.
+MEASURED_ROWS, COMPARED_ROWS = 3, 8
 
 # Positions whose logits exist at once: few enough for the memory (a slice at a vocabulary of 50288 is
 # 49 or 196 MiB in fp32), enough for the head's weights to be read seldom and the device to be full.
@@ -35,13 +39,13 @@ def score_batch(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Score the predictions of `windows`, read side by side; yield results as they come.
 
-    models: the model alone, or the model and its reference. documents: token ids (tokens,), prefix
+    models: the model alone, or models and, last, their reference. documents: token ids (tokens,), prefix
     token included. chunk: tokens read in one call, the state carried from call to call. stepwise: one
     token a call, through the very step that generation takes.
 
     Yields places (n,), the predictions' indices counted through window after window, and their scores:
-    float64 (columns, n) on the CPU, the columns NLL's, or with a reference COMPARISON's: both NLLs and
-    KL(reference || model) in nats, same_top 0 or 1.
+    float64 (columns, n) on the CPU, the columns NLL's, or with a reference COMPARISON's, model after
+    model: both NLLs and KL(reference || model) in nats, same_top 0 or 1.
     """
     inputs, targets, counted = _side_by_side(documents, windows)
     chunk = 1 if stepwise else chunk
@@ -64,7 +68,7 @@ def score_batch(
     for logits in zip(*streams, strict=True):
         goal = wanted[done : done + len(logits[0])]
         done += len(goal)
-        results.append(_measure(*logits, goal) if len(models) == 1 else _compare(*logits, goal))
+        results.append(_compare_each(logits, goal) if len(models) > 1 else _measure(*logits, goal))
         # Not slice by slice: fetching a result waits for the device.
         if done == len(order) or time.monotonic() > due:
             yield order[given:done], _finish(torch.cat(results, -1).to("cpu", torch.float64))
@@ -125,6 +129,12 @@ def _measure(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return torch.stack([greatest, total, picked])
 
 
+def _compare_each(logits: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+    """Return _compare's rows of each model, the last of `logits` being the reference's."""
+    *models, reference = logits
+    return torch.cat([_compare(model, reference, wanted) for model in models])
+
+
 def _compare(logits: torch.Tensor, reference: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Return (8, rows): _measure's rows of both, KL(reference || logits), whether the tops agree.
 
@@ -149,9 +159,13 @@ def _finish(scores: torch.Tensor) -> torch.Tensor:
 
     The logarithm is taken here, in float64, so that equal logits give exactly the log of their number.
     """
-    greatest, total, picked = scores[:3]
-    nll = [total.log() + (greatest - picked)]
-    if len(scores) > 3:
-        greatest, total, picked = scores[3:6]
-        nll.append(total.log() + (greatest - picked))
-    return torch.stack([*nll, *scores[6:]])
+    if len(scores) == MEASURED_ROWS:
+        return _nll(scores)[None]
+    return torch.cat(
+        [torch.stack([_nll(rows[:3]), _nll(rows[3:6]), *rows[6:]]) for rows in scores.split(COMPARED_ROWS)]
+    )
+
+
+def _nll(measured: torch.Tensor) -> torch.Tensor:
+    greatest, total, picked = measured
+    return total.log() + (greatest - picked)
