@@ -25,7 +25,7 @@ from mamba_kernels.chunk_scan_blocks_triton import (
     too_large,
 )
 from mamba_kernels.chunk_scan_gradients_triton import launch_gradients
-from mamba_kernels.chunk_scan_states_triton import launch_decays, launch_states, softplus
+from mamba_kernels.chunk_scan_states_triton import Walk, launch_decays, launch_states, softplus
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -166,13 +166,10 @@ def launch_backward(
         config = config_for(rows, seqlen, nheads, headdim, ngroups, d_state, dtype, device_limits(x.device))
     packing = pack(batch, seqlen, cu_seqlens, config["BLOCK"])
     steps, decays = launch_decays(dt, A, dt_bias, dt_softplus, dt_limit, packing)
-    entering, _ = launch_states(
-        x, B, None, steps, decays, runs, initial_states, packing, config["states"], dtype
+    walks = [Walk(x, B, None, initial_states), Walk(dout, C, z, dlast)]
+    (entering, _), (leaving, dinitial) = launch_states(
+        walks, steps, decays, runs, packing, config["states"], dtype
     )
-    leaving, dinitial = launch_states(
-        dout, C, z, steps, decays, runs, dlast, packing, config["states"], dtype, reverse=True
-    )
-
     dx, dB, dC, dz, dD, dsteps, ddecays = launch_gradients(
         dout, x, B, C, D, z, steps, decays, entering, leaving, runs, packing, config, dtype
     )

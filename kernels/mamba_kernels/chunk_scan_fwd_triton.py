@@ -30,7 +30,7 @@ from mamba_kernels.chunk_scan_blocks_triton import (
     tl_dtype,
     too_large,
 )
-from mamba_kernels.chunk_scan_states_triton import launch_decays, launch_states
+from mamba_kernels.chunk_scan_states_triton import Walk, launch_decays, launch_states
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -222,9 +222,8 @@ def launch_forward(
     # A packed entry may have tokens outside every sequence; the blocks cover all others.
     empty = torch.empty if cu_seqlens is None else torch.zeros
     y = empty(x.shape, dtype=x.dtype, device=x.device)
-    entering, last = launch_states(
-        x, B, None, steps, decays, runs, initial_states, packing, config["states"], dtype
-    )
+    walks = [Walk(x, B, None, initial_states)]
+    [(entering, last)] = launch_states(walks, steps, decays, runs, packing, config["states"], dtype)
     if not packing.blocks:
         return y, last
     output = config["output"]

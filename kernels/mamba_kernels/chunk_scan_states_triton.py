@@ -11,6 +11,9 @@ segments, walked at the same time: first each is summarised from a zero state, t
 chained, then each is walked again from its true start.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -79,15 +82,15 @@ def _decay_kernel(
     tl.store(decays + out, decay, mask=head < nheads)
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def _states_kernel(
-    x, B, z, steps, decays, runs, start_states, entering, end_states, factors,
-    nheads, group_heads, headdim, d_state, segments,
-    rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
+@triton.jit
+def _walk(
+    x, B, z, start_states, entering, end_states, factors,
     stride_x_b, stride_x_l, stride_x_h, stride_x_p,
     stride_B_b, stride_B_l, stride_B_g, stride_B_n,
     stride_z_b, stride_z_l, stride_z_h, stride_z_p,
-    stride_runs_b,
+    steps, decays, runs, stride_runs_b,
+    nheads, group_heads, headdim, d_state, segments,
+    rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
     REVERSE: tl.constexpr, WALK: tl.constexpr, HAS_START: tl.constexpr, HAS_Z: tl.constexpr,
     HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -174,6 +177,49 @@ def _states_kernel(
 
 
 @triton.jit(do_not_specialize=COUNTS)
+def _states_kernel(
+    x, B, z, start_states, entering, end_states, factors,
+    stride_x_b, stride_x_l, stride_x_h, stride_x_p,
+    stride_B_b, stride_B_l, stride_B_g, stride_B_n,
+    stride_z_b, stride_z_l, stride_z_h, stride_z_p,
+    dout, C, gate, dend_states, leaving, dstart_states, dfactors,
+    stride_o_b, stride_o_l, stride_o_h, stride_o_p,
+    stride_C_b, stride_C_l, stride_C_g, stride_C_n,
+    stride_g_b, stride_g_l, stride_g_h, stride_g_p,
+    steps, decays, runs, stride_runs_b,
+    nheads, group_heads, headdim, d_state, segments,
+    rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
+    BOTH: tl.constexpr, WALK: tl.constexpr, HAS_START: tl.constexpr, HAS_DEND: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
+    OFFSET: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The walk forward; where BOTH, also the walk back, by as many programs more on the second axis."""
+    if BOTH:
+        if tl.program_id(1) == 1:
+            _walk(
+                dout, C, gate, dend_states, leaving, dstart_states, dfactors,
+                stride_o_b, stride_o_l, stride_o_h, stride_o_p,
+                stride_C_b, stride_C_l, stride_C_g, stride_C_n,
+                stride_g_b, stride_g_l, stride_g_h, stride_g_p,
+                steps, decays, runs, stride_runs_b,
+                nheads, group_heads, headdim, d_state, segments,
+                rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
+                True, WALK, HAS_DEND, HAS_GATE, HAS_RUNS, VARLEN, DOT, OFFSET, BLOCK, BLOCK_N, BLOCK_P,
+            )  # fmt: skip
+            return
+    _walk(
+        x, B, z, start_states, entering, end_states, factors,
+        stride_x_b, stride_x_l, stride_x_h, stride_x_p,
+        stride_B_b, stride_B_l, stride_B_g, stride_B_n,
+        stride_z_b, stride_z_l, stride_z_h, stride_z_p,
+        steps, decays, runs, stride_runs_b,
+        nheads, group_heads, headdim, d_state, segments,
+        rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
+        False, WALK, HAS_START, False, HAS_RUNS, VARLEN, DOT, OFFSET, BLOCK, BLOCK_N, BLOCK_P,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=COUNTS)
 def _chain_kernel(
     start_states, summaries, factors, nheads, size, segments,
     REVERSE: tl.constexpr, HAS_START: tl.constexpr, BLOCK: tl.constexpr,
@@ -225,55 +271,79 @@ def launch_decays(
     return steps, decays
 
 
+@dataclass(frozen=True)
+class Walk:
+    """What a walk reads: see `_walk` for what x, B and z are in which direction.
+
+    start: (rows, nheads, headdim, d_state) fp32, contiguous, or None for zeros.
+    """
+
+    x: torch.Tensor
+    B: torch.Tensor
+    z: torch.Tensor | None
+    start: torch.Tensor | None
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return (*self.x.stride(), *self.B.stride(), *strides(self.z, 4))
+
+
 def launch_states(
-    x: torch.Tensor,
-    B: torch.Tensor,
-    z: torch.Tensor | None,
+    walks: Sequence[Walk],
     steps: torch.Tensor,
     decays: torch.Tensor,
     runs: torch.Tensor | None,
-    start_states: torch.Tensor | None,
     packing: Packing,
     config: dict,
     dtype: torch.dtype,
-    reverse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Walk the blocks of every row; see `_states_kernel` for what x, B and z are in which direction.
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Walk the blocks of every row forward, and with a second `Walk` also back, at the same time.
 
-    start_states: (rows, nheads, headdim, d_state) fp32, contiguous, or None for zeros. config:
-    BLOCK_P, segments, num_warps, num_stages. Returns the state at each block, (blocks, nheads,
-    d_state, headdim) in `dtype`, and each row's last, (rows, nheads, headdim, d_state) fp32.
+    config: BLOCK_P, segments, num_warps, num_stages. Returns for each walk the state at each block,
+    (blocks, nheads, d_state, headdim) in `dtype`, and each row's last, (rows, nheads, headdim, d_state)
+    fp32.
     """
+    x, B = walks[0].x, walks[0].B
     nheads, headdim = x.shape[2:]
     ngroups, d_state = B.shape[2:]
     rows, segments = packing.rows, config["segments"]
-    entering = x.new_empty(packing.blocks, nheads, d_state, headdim, dtype=dtype)
-    last = x.new_empty(rows, nheads, headdim, d_state, dtype=torch.float32)
-    grid = (rows * segments * nheads * triton.cdiv(headdim, config["BLOCK_P"]),)
+    f32 = dict(dtype=torch.float32, device=x.device)
+    at_blocks = [x.new_empty(packing.blocks, nheads, d_state, headdim, dtype=dtype) for _ in walks]
+    last = [torch.empty(rows, nheads, headdim, d_state, **f32) for _ in walks]
+    tensors = [t for walk in walks for t in (walk.x, walk.B, walk.z)]
 
-    def walk(start: torch.Tensor | None, end: torch.Tensor, factors: torch.Tensor | None) -> None:
-        _states_kernel[grid](
-            x, B, z if z is not None else x, steps, decays, runs if runs is not None else x,
-            start, entering, end, factors,
+    def launch(starts: list, ends: list, factors: list | None) -> None:
+        sides = [
+            (walk.x, walk.B, walk.z if walk.z is not None else walk.x, start, at, end, factor, *walk.strides)
+            for walk, start, at, end, factor in zip(
+                walks, starts, at_blocks, ends, factors or [None] * len(walks), strict=True
+            )
+        ]
+        _states_kernel[(rows * segments * nheads * triton.cdiv(headdim, config["BLOCK_P"]), len(walks))](
+            *sides[0], *sides[-1],
+            steps, decays, runs if runs is not None else x, runs.stride(0) if runs is not None else 0,
             nheads, nheads // ngroups, headdim, d_state, segments,
             *packing.args,
-            *x.stride(), *B.stride(), *strides(z, 4), runs.stride(0) if runs is not None else 0,
-            REVERSE=reverse, WALK=factors is None, HAS_START=start is not None, HAS_Z=z is not None,
+            BOTH=len(walks) == 2, WALK=factors is None,
+            HAS_START=starts[0] is not None, HAS_DEND=starts[-1] is not None,
+            HAS_GATE=walks[-1].z is not None,
             HAS_RUNS=runs is not None, VARLEN=packing.cu_seqlens is not None, DOT=tl_dtype(dtype),
-            OFFSET=offset_dtype(packing.block, x, B, z), BLOCK=packing.block, BLOCK_N=pad_to_dot(d_state),
+            OFFSET=offset_dtype(packing.block, *tensors), BLOCK=packing.block, BLOCK_N=pad_to_dot(d_state),
             BLOCK_P=config["BLOCK_P"],
             num_warps=config["num_warps"], num_stages=config["num_stages"],
         )  # fmt: skip
 
+    starts = [walk.start for walk in walks]
     if segments > 1:
-        summaries = last.new_empty(rows, segments, nheads, headdim, d_state)
-        factors = last.new_empty(rows, segments, nheads)
-        walk(None, summaries, factors)
+        summaries = [torch.empty(rows, segments, nheads, headdim, d_state, **f32) for _ in walks]
+        factors = [torch.empty(rows, segments, nheads, **f32) for _ in walks]
+        launch([None] * len(walks), summaries, factors)
         size = headdim * d_state
-        _chain_kernel[(rows * nheads, triton.cdiv(size, 1024))](
-            start_states, summaries, factors, nheads, size, segments,
-            REVERSE=reverse, HAS_START=start_states is not None, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-        start_states = summaries
-    walk(start_states, last, None)
-    return entering, last
+        for reverse, (start, summary, factor) in enumerate(zip(starts, summaries, factors, strict=True)):
+            _chain_kernel[(rows * nheads, triton.cdiv(size, 1024))](
+                start, summary, factor, nheads, size, segments,
+                REVERSE=bool(reverse), HAS_START=start is not None, BLOCK=1024, num_warps=4,
+            )  # fmt: skip
+        starts = summaries
+    launch(starts, last, None)
+    return list(zip(at_blocks, last, strict=True))
