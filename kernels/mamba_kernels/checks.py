@@ -29,3 +29,18 @@ def check(condition: bool, name: str, expected: object, got: object) -> None:
     """Raise `name: expected X, got Y` unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def check_rows(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raise unless `tensor` has `shape`, (batch, width), and its rows lie adjacent in memory."""
+    check_shape(name, tensor, shape)
+    check(tensor.stride(1) == 1, name, "unit stride along a row", f"strides {tensor.stride()}")
+
+
+def check_slots(slots: torch.Tensor | None, batch: int, name: str, state: torch.Tensor) -> None:
+    """Raise unless `slots` names a slot of `state` for each row of the batch, or it has one for each."""
+    if slots is None:
+        check(state.shape[0] >= batch, name, f"at least {batch} slots", state.shape[0])
+    else:
+        check_shape("state_batch_indices", slots, (batch,))
+        check(slots.is_contiguous(), "state_batch_indices", "a contiguous tensor", slots.stride())

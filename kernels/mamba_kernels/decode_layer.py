@@ -30,7 +30,7 @@ import torch
 
 from mamba_kernels import decode_layer_torch
 from mamba_kernels.backend import backend_for
-from mamba_kernels.checks import check, check_device, check_shape
+from mamba_kernels.checks import check, check_device, check_rows, check_shape, check_slots
 from mamba_kernels.decode_norm import NormBuffers, Normed, normalise
 
 # Rows of a batch from which on the library's products are faster.
@@ -80,6 +80,8 @@ def in_proj_step(
 ) -> None:
     """Project a token to [z, x, B, C, dt] and put x, B, C through the causal convolution and SiLU.
 
+    d_ssm is where x begins: 0 serves Mamba-1, whose rows are [x, z] and whose convolution is of x alone.
+
     Args:
         weight: (2 * d_ssm + 2 * ngroups * d_state + nheads, d_model), contiguous. bias: its rows.
         conv_state: (slots, conv_dim, d_conv), newest column last, any strides; moved on in place.
@@ -94,8 +96,8 @@ def in_proj_step(
     check_shape("conv_weight", conv_weight, (conv_dim, d_conv))
     check(conv_weight.is_contiguous(), "conv_weight", "a contiguous tensor", conv_weight.stride())
     check_shape("conv_bias", conv_bias, (conv_dim,))
-    _check_rows("out", out, (batch, rows))
-    _check_slots(state_batch_indices, batch, "conv_state", conv_state)
+    check_rows("out", out, (batch, rows))
+    check_slots(state_batch_indices, batch, "conv_state", conv_state)
     check_device(
         out.device, conv_state=conv_state, conv_weight=conv_weight, conv_bias=conv_bias,
         state_batch_indices=state_batch_indices,
@@ -153,14 +155,14 @@ def ssm_step(
     _, nheads, headdim, d_state = ssm_state.shape
     d_ssm = nheads * headdim
     check(ngroups > 0 and nheads % ngroups == 0, "ngroups", f"a divisor of {nheads} heads", ngroups)
-    _check_rows("zxbcdt", zxbcdt, (batch, 2 * d_ssm + 2 * ngroups * d_state + nheads))
+    check_rows("zxbcdt", zxbcdt, (batch, 2 * d_ssm + 2 * ngroups * d_state + nheads))
     check_shape("dt_bias", dt_bias, (nheads,))
     check_shape("A_log", A_log, (nheads,))
     check_shape("D", D, (nheads,) if D.dim() == 1 else (nheads, headdim))
     check_shape("norm_weight", norm_weight, (d_ssm,))
     check(norm_weight is None or out.squares is not None, "out.squares", "sums of the norm", None)
     _check_buffers(out, (batch, d_ssm))
-    _check_slots(state_batch_indices, batch, "ssm_state", ssm_state)
+    check_slots(state_batch_indices, batch, "ssm_state", ssm_state)
     check_device(
         zxbcdt.device, ssm_state=ssm_state, dt_bias=dt_bias, A_log=A_log, D=D, norm_weight=norm_weight,
         scaled=out.scaled, squares=out.squares, state_batch_indices=state_batch_indices,
@@ -184,7 +186,7 @@ def normalise_step(normed: Normed, out: torch.Tensor, *, pdl: bool = False) -> N
 
     For the library's product of a grouped norm, or in float16.
     """
-    _check_rows("out", out, tuple(normed.scaled.shape))
+    check_rows("out", out, tuple(normed.scaled.shape))
     _check_groups(normed)
     check_device(out.device, scaled=normed.scaled, squares=normed.squares)
     if backend_for(out.device) == "triton":
@@ -227,7 +229,7 @@ def out_proj_step(
         from mamba_kernels.decode_norm_triton import launch_residual
 
         check(product is not None, "product", "a work area, for whole rows", None)
-        _check_rows("product", product, (batch, width))
+        check_rows("product", product, (batch, width))
         groups = 1 if normed.squares is None else normed.squares.shape[1]
         check(groups == 1, "normed", "one group of squares, for whole rows", groups)
         for name, tensor in (("normed", normed.scaled), ("product", product)):
@@ -255,7 +257,7 @@ def lm_head_step(
 ) -> None:
     """Fill `out` (batch, vocabulary rows) with logits; weight (vocabulary rows, d_model), contiguous."""
     _check_linear(normed, weight, None)
-    _check_rows("out", out, (normed.scaled.shape[0], weight.shape[0]))
+    check_rows("out", out, (normed.scaled.shape[0], weight.shape[0]))
     check_device(out.device, weight=weight)
     if backend_for(out.device) == "triton":
         from mamba_kernels.decode_linear_triton import launch_linear
@@ -303,25 +305,12 @@ def _check_groups(normed: Normed) -> None:
 def _check_next(residual: torch.Tensor, norm_weight: torch.Tensor, out: NormBuffers) -> None:
     batch, width = residual.shape
     check_shape("norm_weight", norm_weight, (width,))
-    _check_rows("residual", residual, (batch, width))
+    check_rows("residual", residual, (batch, width))
     _check_buffers(out, (batch, width))
     check_device(residual.device, norm_weight=norm_weight, scaled=out.scaled, squares=out.squares)
 
 
 def _check_buffers(out: NormBuffers, shape: tuple[int, int]) -> None:
-    _check_rows("out.scaled", out.scaled, shape)
+    check_rows("out.scaled", out.scaled, shape)
     if out.squares is not None:
-        _check_rows("out.squares", out.squares, shape)
-
-
-def _check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
-    check_shape(name, tensor, shape)
-    check(tensor.stride(1) == 1, name, "unit stride along a row", f"strides {tensor.stride()}")
-
-
-def _check_slots(slots: torch.Tensor | None, batch: int, name: str, state: torch.Tensor) -> None:
-    if slots is None:
-        check(state.shape[0] >= batch, name, f"at least {batch} slots", state.shape[0])
-    else:
-        check_shape("state_batch_indices", slots, (batch,))
-        check(slots.is_contiguous(), "state_batch_indices", "a contiguous tensor", slots.stride())
+        check_rows("out.squares", out.squares, shape)

@@ -36,7 +36,7 @@ def in_proj_step(
 ) -> None:
     y = _linear(normed, weight, bias)
     channels = slice(d_ssm, d_ssm + conv_state.shape[1])
-    slots, live = _slots(state_batch_indices, y.shape[0], y.device)
+    slots, live = read_slots(state_batch_indices, y.shape[0], y.device)
     old = torch.where(live[:, None, None], conv_state[slots], 0.0).to(y.dtype)
     window = torch.cat([old[:, :, 1:], y[:, channels, None]], dim=2)
     conv_state[slots[live]] = window[live].to(conv_state.dtype)
@@ -72,7 +72,7 @@ def ssm_step(
     B, C = (t.view(batch, ngroups, 1, d_state).repeat_interleave(nheads // ngroups, dim=1) for t in (B, C))
     dt = F.softplus(dt + dt_bias).clamp(*dt_limit)[..., None, None]
 
-    slots, live = _slots(state_batch_indices, batch, zxbcdt.device)
+    slots, live = read_slots(state_batch_indices, batch, zxbcdt.device)
     decay = torch.exp(dt * -torch.exp(A_log)[:, None, None])
     state = ssm_state[slots].to(wide) * decay + dt * x[..., None] * B
     ssm_state[slots[live]] = state[live].to(ssm_state.dtype)
@@ -112,7 +112,7 @@ def _linear(normed: Normed, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def _slots(
+def read_slots(
     indices: torch.Tensor | None, batch: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The slot of each row of the batch, 0 for padding, and which rows are not padding."""
