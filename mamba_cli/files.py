@@ -6,6 +6,12 @@ from typing import Any
 
 from mamba_cli.errors import Mamba2Error
 
+# What `quantize-state` adds to a checkpoint: a key of config.json, or a file of its own where the format's
+# library refuses other keys, and a file of scales.
+STATE_SECTION = "state_quantization"
+STATE_SECTION_FILE = "state_quantization.json"
+STATE_SCALES_FILE = "state_scales.safetensors"
+
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 

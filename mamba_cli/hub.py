@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mamba_cli.errors import Mamba2Error
+from mamba_cli.files import STATE_SCALES_FILE, STATE_SECTION_FILE
 from mamba_cli.storage import shard_names
 from mamba_cli.tokenizer import TOKENIZER_FILES
 
@@ -75,7 +76,8 @@ def snapshot(repo: str, revision: str | None, names: list[str]) -> Path | None:
 
 def _fetch(repo: str, revision: str | None) -> Path:
     """Return the cached folder of a repo with its configuration, tokenizer and weights in it."""
-    wanted = ["config.json", "generation_config.json", *INDEXES, *TOKENIZER_FILES]
+    wanted = ["config.json", "generation_config.json", STATE_SECTION_FILE, STATE_SCALES_FILE]
+    wanted += [*INDEXES, *TOKENIZER_FILES]
     folder = snapshot(repo, revision, wanted)
     if folder is None or not (folder / "config.json").exists():
         _missing(repo, revision, "config.json")

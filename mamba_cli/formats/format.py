@@ -42,12 +42,14 @@ class Format(ABC):
     """A folder with config.json and weights. Each format says how that configuration is read and written.
 
     name: what --to takes; title: what people read; writes_tied_head: whether lm_head.weight is in the
-    files even where it is the embedding.
+    files even where it is the embedding; refuses_other_keys: whether the format's own library fails on a
+    key of config.json that it does not know.
     """
 
     name: str
     title: str
     writes_tied_head = False
+    refuses_other_keys = False
 
     @abstractmethod
     def recognise(self, config: dict[str, Any]) -> str | None:

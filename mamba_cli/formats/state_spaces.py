@@ -83,6 +83,7 @@ class StateSpaces(Format):
     name = "state-spaces"
     title = "state-spaces (mamba_ssm)"
     writes_tied_head = True
+    refuses_other_keys = True  # MambaConfig(**config): models/mixer_seq_simple.py
 
     def recognise(self, config: dict[str, Any]) -> str | None:
         if config.get("model_type") or not config.keys() & {"d_model", "n_layer", "ssm_cfg"}:
