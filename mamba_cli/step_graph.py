@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from mamba_cli.fused_step import FusedStep
+from mamba_cli.fused_step_mamba1 import FusedStepMamba1
 from mamba_cli.model import Model
 from mamba_cli.state import AttentionState, State
 
@@ -18,8 +19,9 @@ Step = Callable[[torch.Tensor, State], torch.Tensor]
 
 def step_function(model: Model, batch: int) -> Step:
     """Return the fastest step for `model` on a GPU: (token_ids (batch,), state) -> logits, state in place."""
-    if FusedStep.serves(model.config):
-        return FusedStep(model, batch)
+    for fused in (FusedStep, FusedStepMamba1):
+        if fused.serves(model.config):
+            return fused(model, batch)
     return lambda token_ids, state: model.head(model.step(token_ids, state))
 
 
