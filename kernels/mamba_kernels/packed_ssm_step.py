@@ -1,0 +1,214 @@
+"""One token of the Mamba-2 recurrence on a packed state: `decode_layer.ssm_step` beside `packed_state`.
+
+    y_t = C_t (exp(A sum dt) stored) + sum over the window of exp(A (dt after i)) dt_i (C_t B_i) x_i + D x_t
+
+The stored state is read at every token and written once in a window, with the same tile in hand.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mamba_kernels.backend import backend_for
+from mamba_kernels.checks import check, check_device, check_shape
+from mamba_kernels.decode_norm import NormBuffers, Normed
+from mamba_kernels.packed_state import PackedState
+
+
+def packed_ssm_step(
+    zxbcdt: torch.Tensor,
+    packed: PackedState,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    out: NormBuffers,
+    *,
+    ngroups: int,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    norm_before_gate: bool = False,
+    gate: bool = True,
+    state_batch_indices: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: dict[str, Any] | None = None,
+) -> Normed:
+    """Advance a packed state by one token and gate its output.
+
+    The caller counts the token, once all layers have read it: `packed_state.advance_positions`.
+
+    Args:
+        zxbcdt: (batch, 2 * d_ssm + 2 * ngroups * d_state + nheads), x, B, C after the convolution, in the
+            dtype of packed.x. The columns of z are not read where there is no gate.
+        packed: the layer's state; its codes, scales and window change in place.
+        dt_bias, A_log: (nheads,). D: (nheads,) or (nheads, headdim). dt = softplus(dt + dt_bias), clamped
+            to dt_limit; A = -exp(A_log).
+        norm_weight: (d_ssm,) of the grouped norm, of y * silu(z), or of y alone where norm_before_gate
+            (then times silu(z)); None: no norm.
+        gate: False gives y itself; then there is no norm.
+        state_batch_indices: (batch,) integers, the slot that each row of the batch advances; none twice.
+            Negative is padding: no state changes, the output is zero. Default: row b has slot b.
+
+    Returns:
+        The gated output, normalised, with out.scaled as (batch, d_ssm).
+
+    Raises:
+        ValueError: a shape, a dtype or a device is not as said above.
+    """
+    _check_arguments(zxbcdt, packed, dt_bias, A_log, D, norm_weight, out, ngroups, gate, state_batch_indices)
+    if backend_for(zxbcdt.device) == "triton":
+        from mamba_kernels.packed_ssm_step_triton import launch_packed_ssm_step
+
+        check(zxbcdt.dtype != torch.float64, "zxbcdt", "float32, bfloat16 or float16", zxbcdt.dtype)
+        parts = launch_packed_ssm_step(
+            zxbcdt, packed, dt_bias, A_log, D, norm_weight, *out, ngroups=ngroups, dt_limit=dt_limit,
+            norm_before_gate=norm_before_gate, gate=gate, slots=state_batch_indices, pdl=pdl, config=config,
+        )  # fmt: skip
+        return Normed(out.scaled, None, eps) if norm_weight is None else out.used(parts, ngroups, eps)
+    return packed_ssm_step_ref(
+        zxbcdt, packed, dt_bias, A_log, D, norm_weight, eps, out, ngroups=ngroups, dt_limit=dt_limit,
+        norm_before_gate=norm_before_gate, gate=gate, state_batch_indices=state_batch_indices,
+    )  # fmt: skip
+
+
+def packed_ssm_step_ref(
+    zxbcdt: torch.Tensor,
+    packed: PackedState,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    out: NormBuffers,
+    *,
+    ngroups: int,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    norm_before_gate: bool = False,
+    gate: bool = True,
+    state_batch_indices: torch.Tensor | None = None,
+) -> Normed:
+    """`packed_ssm_step` in plain torch on any device; float64 inside where zxbcdt is."""
+    batch, nheads, headdim, d_state = (
+        zxbcdt.shape[0],
+        len(packed.format.heads),
+        packed.headdim,
+        packed.d_state,
+    )
+    d_ssm = nheads * headdim
+    wide = torch.float64 if zxbcdt.dtype == torch.float64 else torch.float32
+    dt_bias, A_log, D = (t.to(wide) for t in (dt_bias, A_log, D))
+    z, x, B, C, dt = zxbcdt.to(wide).split(
+        [d_ssm, d_ssm, ngroups * d_state, ngroups * d_state, nheads], dim=1
+    )
+    x = x.view(batch, nheads, headdim)
+    B, C = (t.view(batch, ngroups, d_state) for t in (B, C))
+    dt = F.softplus(dt + dt_bias).clamp(*dt_limit)
+    A = -torch.exp(A_log)
+
+    rows = torch.arange(batch, device=zxbcdt.device)
+    slots = rows if state_batch_indices is None else state_batch_indices.long()
+    y = x.new_zeros(batch, nheads, headdim)
+    live = slots >= 0
+    if live.all():
+        y = _advance(packed, slots, x, B, C, dt, A)
+    elif live.any():
+        y[live] = _advance(packed, slots[live], x[live], B[live], C[live], dt[live], A)
+    y = y + (D if D.dim() == 2 else D[:, None]) * x
+    y = torch.where(live[:, None, None], y, 0.0).flatten(1)
+
+    gated = y * F.silu(z) if gate else y
+    if norm_weight is None:
+        out.scaled.copy_(gated)
+        return Normed(out.scaled, None, eps)
+    out.scaled.copy_(gated * norm_weight.to(wide))
+    normed = y if norm_before_gate else gated
+    out.squares[:, :ngroups] = normed.unflatten(1, (ngroups, -1)).square().sum(-1)
+    return out.used(ngroups, ngroups, eps)
+
+
+def _advance(
+    packed: PackedState,
+    slots: torch.Tensor,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+) -> torch.Tensor:
+    """Read one token into `slots` (batch,); return C h (batch, nheads, headdim).
+
+    x: (batch, nheads, headdim). B, C: (batch, ngroups, d_state). dt: (batch, nheads). A: (nheads,).
+    """
+    window, nheads = packed.format.window, x.shape[1]
+    heads_per_group = nheads // B.shape[1]
+    position = packed.position[slots].long()
+    heads = torch.arange(nheads, device=slots.device)
+    stored = packed.stored(slots).to(x.dtype)
+    past_x, past_B, past_dt = (t.to(x.dtype) for t in packed.window(slots))
+
+    # All inputs that the stored state lacks, the newest, this token, first.
+    xs = torch.cat([x[:, None], past_x], 1)
+    Bs = torch.cat([B[:, None], past_B], 1)
+    dts = torch.cat([dt[:, None], past_dt], 1)
+    since = torch.cat([torch.zeros_like(dts[:, :1]), dts.cumsum(1)], 1)  # dt after each, and of them all
+    weighted = (torch.exp(since[:, :-1] * A) * dts)[..., None] * xs
+    decay = torch.exp(since[:, -1] * A)
+    CB = torch.einsum("bgn,bwgn->bwg", C, Bs).repeat_interleave(heads_per_group, 2)
+    C = C.repeat_interleave(heads_per_group, 1)
+    y = decay[..., None] * (stored @ C[..., None]).squeeze(-1) + (CB[..., None] * weighted).sum(1)
+
+    row, head = torch.nonzero((position[:, None] + heads) % window == window - 1, as_tuple=True)
+    if len(row):
+        inputs = weighted[row, :, head].transpose(1, 2) @ Bs[row, :, head // heads_per_group]
+        folded = stored[row, head] * decay[row, head][:, None, None] + inputs
+        packed.store(folded.float(), slots[row], head, position[row])
+    ring = (slots, position % window)
+    packed.x[ring] = x.to(packed.x.dtype)
+    packed.B[ring] = B.to(packed.B.dtype)
+    packed.dt[ring] = dt.to(packed.dt.dtype)
+    return y
+
+
+def _check_arguments(
+    zxbcdt: torch.Tensor,
+    packed: PackedState,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    out: NormBuffers,
+    ngroups: int,
+    gate: bool,
+    slots: torch.Tensor | None,
+) -> None:
+    batch, nheads, headdim, d_state = (
+        zxbcdt.shape[0],
+        len(packed.format.heads),
+        packed.headdim,
+        packed.d_state,
+    )
+    d_ssm = nheads * headdim
+    check(ngroups == packed.B.shape[2], "ngroups", f"{packed.B.shape[2]}, as the state's", ngroups)
+    check(nheads % ngroups == 0, "ngroups", f"a divisor of {nheads} heads", ngroups)
+    check_shape("zxbcdt", zxbcdt, (batch, 2 * d_ssm + 2 * ngroups * d_state + nheads))
+    check(zxbcdt.stride(1) == 1, "zxbcdt", "unit stride along a row", f"strides {zxbcdt.stride()}")
+    check(zxbcdt.dtype == packed.x.dtype, "zxbcdt", f"{packed.x.dtype}, as the state's window", zxbcdt.dtype)
+    check_shape("dt_bias", dt_bias, (nheads,))
+    check_shape("A_log", A_log, (nheads,))
+    check_shape("D", D, (nheads,) if D.dim() == 1 else (nheads, headdim))
+    check_shape("norm_weight", norm_weight, (d_ssm,))
+    check(gate or norm_weight is None, "norm_weight", "None where there is no gate", "a norm")
+    check(norm_weight is None or out.squares is not None, "out.squares", "sums of the norm", None)
+    for name, tensor in (("out.scaled", out.scaled), ("out.squares", out.squares)):
+        check_shape(name, tensor, (batch, d_ssm))
+    check(out.scaled.stride(1) == 1, "out.scaled", "unit stride along a row", out.scaled.stride())
+    if slots is None:
+        check(packed.slots >= batch, "packed", f"at least {batch} slots", packed.slots)
+    else:
+        check_shape("state_batch_indices", slots, (batch,))
+        check(slots.is_contiguous(), "state_batch_indices", "a contiguous tensor", slots.stride())
+    check_device(
+        zxbcdt.device, codes=packed.codes, dt_bias=dt_bias, A_log=A_log, D=D, norm_weight=norm_weight,
+        scaled=out.scaled, squares=out.squares, state_batch_indices=slots,
+    )  # fmt: skip
