@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
-from mamba_cli.fused_step import FusedStep
 from mamba_cli.load import random_model
 from mamba_cli.shapes import published_config
+from mamba_cli.step_graph import step_function
 from mamba_kernels.backend import backend_for, interpreting, use_backend
 from mamba_kernels.causal_conv1d import (
     causal_conv1d_fn,
@@ -181,15 +182,21 @@ TINY = replace(
     headdim=16,
     ngroups=2,
 )
+# With FalconMamba's norms.
+TINY_MAMBA1 = replace(
+    TINY, layer="Mamba1", rmsnorm=False, headdim=1, ngroups=1, dt_rank=6, bcdt_norm_eps=1e-6
+)
 
 
-def _decode_case(operation: str, batch: int, dtype: torch.dtype = torch.float32) -> Case:
+def _decode_case(
+    operation: str, batch: int, dtype: torch.dtype = torch.float32, config: ModelConfig = TINY
+) -> Case:
     """Two tokens through the kernels that decoding on a GPU fuses; the reference is the general step."""
 
     def decode(fused: bool, device: torch.device, dtype: torch.dtype) -> Results:
-        lm = random_model(TINY, str(device), str(dtype).removeprefix("torch."), backend="torch")
+        lm = random_model(config, str(device), str(dtype).removeprefix("torch."), backend="torch")
         model, state = lm.model, lm.init_state(batch)
-        step = FusedStep(model, batch) if fused else lambda ids, state: model.head(model.step(ids, state))
+        step = step_function(model, batch) if fused else lambda ids, state: model.head(model.step(ids, state))
         token_ids = torch.arange(batch, device=device)
         with torch.no_grad():
             logits = [step(token_ids + shift, state).clone() for shift in (0, 1)]
@@ -246,4 +253,5 @@ CASES = (
     _decode_case("fused decode step", batch=2),
     # Not bfloat16, which a CPU's linear layers keep in a layout of their own.
     _decode_case("fused decode step, batch 16", batch=16, dtype=torch.float16),
+    _decode_case("fused decode step, Mamba-1", batch=2, config=TINY_MAMBA1),
 )  # fmt: skip
