@@ -82,13 +82,15 @@ class Measurement:
         }
 
 
-def published_model(shape: str, device: str, dtype: str, backend: str) -> LanguageModel:
+def published_model(
+    shape: str, device: str, dtype: str, backend: str, state_dtype: str | None = None
+) -> LanguageModel:
     """Return a model of a published shape with random weights; dtype "auto" is bfloat16."""
     dtype = "bfloat16" if dtype == "auto" else dtype
     config = published_config(shape)
     lm = random_model(config, device, dtype, backend, on_device=True)
     lm.name = f"{shape} with random weights"
-    return lm
+    return lm if state_dtype is None else lm.with_state(state_dtype)
 
 
 def count_runs(
@@ -113,7 +115,7 @@ def measure(
     `generate` stands for no decode. advance(1, label) is called after each repetition. Raises Mamba2Error
     where a GPU's memory does not suffice.
     """
-    work = WorkCounter(lm.config, lm.dtype, lm.ssm_dtype)
+    work = WorkCounter(lm.config, lm.dtype, lm.ssm_dtype, lm.state_format)
     generator = torch.Generator().manual_seed(0)
     for batch in batch_sizes:
         for length in prompt_lengths:

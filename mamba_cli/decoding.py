@@ -145,7 +145,7 @@ class CapturedDecoder:
         make_static(self.state)
         saved = self.state.clone()
         kept = self.chooser.token_ids.clone()
-        step = step_function(self.lm.model, self.state.batch)
+        step = step_function(self.lm.model, self.state)
 
         def run() -> None:
             self.chooser.choose(step(self.chooser.token_ids, self.state))

@@ -15,6 +15,8 @@ from mamba_kernels.decode_layer import (
     ssm_step,
 )
 from mamba_kernels.decode_norm import NormBuffers
+from mamba_kernels.packed_ssm_step import packed_ssm_step
+from mamba_kernels.packed_state import PackedState, advance_positions
 
 
 class FusedStep:
@@ -82,7 +84,8 @@ class FusedStep:
                 d_ssm=config.d_ssm,
                 pdl=self.pdl,
             )
-            gated = ssm_step(
+            advance = packed_ssm_step if isinstance(memory.ssm, PackedState) else ssm_step
+            gated = advance(
                 self.zxbcdt,
                 memory.ssm,
                 mixer.dt_bias,
@@ -110,5 +113,6 @@ class FusedStep:
                 pdl=self.pdl,
             )
         lm_head_step(normed, model.head.weight, self.logits, pdl=self.pdl)
+        advance_positions(state.packed)
         state.seqlen += 1
         return self.logits

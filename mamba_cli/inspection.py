@@ -5,6 +5,7 @@ dt_bias, so inspecting a large model is quick. Reading every tensor is `mamba_cl
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,12 +15,11 @@ from mamba_cli.checkpoint import Checkpoint
 from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.schema import tensor_shapes
+from mamba_cli.state import init_state
+from mamba_cli.state_format import half_lives, parse_state_spec, recommended_format
 from mamba_cli.storage import StoredTensor, dtype_name
 from mamba_cli.tokenizer import DEFAULT_TOKENIZER, DEFAULT_VOCAB_SIZES, find_tokenizer, load_tokenizer
-
-# Bits of one element of the SSM state in each format it can be kept in.
-STATE_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "int4": 4}
-SCALE_BYTES = 4  # one fp32 scale for each (head, headdim) row of a quantized SSM state
+from mamba_kernels.packed_state import STATE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,12 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes one sequence's memory takes when the SSM state is kept in `dtype`.
+    """Bytes one sequence's memory takes when the SSM state is kept in `dtype`, as --state-dtype means it.
 
-    ssm: all layers' SSM states; int8, fp8 and int4 include an fp32 scale for each (head, headdim)
-    row. conv: all layers' convolution windows, and kv_per_token: keys and values of all attention
-    layers for one token; both in `dtype`, or in 16 bits where `dtype` is narrower.
+    ssm: all layers' SSM states, with the scales and the window of recent tokens that belong to a
+    quantized one, and heads with a long memory in a wider dtype. conv: all layers' convolution windows,
+    and kv_per_token: keys and values of all attention layers for one token; both in fp32 for fp32, else
+    in 16 bits.
     """
 
     dtype: str
@@ -124,6 +125,7 @@ class Inspection:
 def inspect_checkpoint(checkpoint: Checkpoint, model: str) -> Inspection:
     """Gather the facts of an opened checkpoint; `model` is what the user called it."""
     config = checkpoint.config
+    lives = [_half_lives(checkpoint, index) for index in range(config.n_layer)]
     return Inspection(
         model=model,
         folder=str(checkpoint.folder),
@@ -134,9 +136,9 @@ def inspect_checkpoint(checkpoint: Checkpoint, model: str) -> Inspection:
         parameters=count_parameters(config),
         stored=stored_bytes(checkpoint),
         padding=config.vocab_rows - config.vocab_size,
-        state=tuple(state_bytes(config, dtype) for dtype in STATE_BITS),
+        state=tuple(state_bytes(config, dtype, lives) for dtype in STATE_DTYPES),
         tokenizer=tokenizer_facts(checkpoint),
-        layers=tuple(_layer(checkpoint, index) for index in range(config.n_layer)),
+        layers=tuple(_layer(config, index, of_layer) for index, of_layer in enumerate(lives)),
         notes=checkpoint.notes,
     )
 
@@ -223,19 +225,21 @@ def stored_bytes(checkpoint: Checkpoint) -> tuple[StoredBytes, ...]:
     return tuple(sorted(stored, key=lambda entry: -entry.nbytes))
 
 
-def state_bytes(config: ModelConfig, dtype: str) -> StateBytes:
-    """Return the bytes of one sequence's state with the SSM state in `dtype`, a key of STATE_BITS."""
-    bits = STATE_BITS[dtype]
-    wide = max(bits, 16) // 8
-    attention_layers = len(config.attn_layer_idx)
-    mamba_layers = config.n_layer - attention_layers
-    row = (config.d_state * bits + 7) // 8 + (SCALE_BYTES if bits < 16 else 0)
-    conv = mamba_layers * config.conv_dim * config.d_conv
+def state_bytes(config: ModelConfig, dtype: str, lives: Sequence[torch.Tensor | None]) -> StateBytes:
+    """Return the bytes that one sequence's state is allocated with its SSM states in `dtype`.
+
+    lives: half-lives of each layer, None for attention.
+    """
+    spec = parse_state_spec(dtype)
+    state_format = None if spec.plain else recommended_format(config, lives, spec)
+    activations = torch.float32 if dtype == "fp32" else torch.bfloat16
+    state = init_state(config, 1, activations, torch.device("meta"), spec.plain, state_format)
+    conv = sum(layer.conv.nbytes for layer in state.layers if layer.conv is not None)
     kv = 0
     if config.attention is not None:
-        conv += attention_layers * config.attention.qkv_dim * config.attention.d_conv
-        kv = attention_layers * 2 * config.attention.num_heads_kv * config.attention.head_dim
-    return StateBytes(dtype, ssm=mamba_layers * config.d_ssm * row, conv=conv * wide, kv_per_token=kv * wide)
+        heads = 2 * config.attention.num_heads_kv * config.attention.head_dim
+        kv = len(config.attn_layer_idx) * heads * activations.itemsize
+    return StateBytes(dtype, ssm=state.nbytes - conv, conv=conv, kv_per_token=kv)
 
 
 def tokenizer_facts(checkpoint: Checkpoint) -> TokenizerFacts:
@@ -260,27 +264,17 @@ def tokenizer_facts(checkpoint: Checkpoint) -> TokenizerFacts:
     return TokenizerFacts(kind, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
 
 
-def half_lives(A_log: torch.Tensor, dt_bias: torch.Tensor, dt_limit: tuple[float, float]) -> torch.Tensor:
-    """Return the tokens after which a state is halved when in_proj contributes nothing to dt.
-
-    The state decays by exp(dt*A) a token (zero-order hold: Gu and Dao 2023, arXiv:2312.00752,
-    equation 4), dt = softplus(dt_bias) clamped to dt_limit and A = -exp(A_log) (mamba_ssm's
-    Mamba2.step), so half of it is left after ln 2 / (dt*exp(A_log)) tokens. Text moves dt from there.
-
-    A_log: (nheads,) for Mamba-2, (d_inner, d_state) for Mamba-1. dt_bias: (nheads,) or (d_inner,).
-    The result is float64 in A_log's shape; infinite where nothing decays.
-    """
-    dt = torch.nn.functional.softplus(dt_bias.double()).clamp(*dt_limit)
-    rate = A_log.double().exp() * dt.reshape(-1, *[1] * (A_log.dim() - 1))
-    return math.log(2) / rate
-
-
-def _layer(checkpoint: Checkpoint, index: int) -> Layer:
+def _half_lives(checkpoint: Checkpoint, index: int) -> torch.Tensor | None:
     config = checkpoint.config
     if index in config.attn_layer_idx:
-        return Layer(index, "attention", None)
+        return None
     mixer = f"backbone.layers.{index}.mixer."
     dt_bias = "dt_bias" if config.layer == "Mamba2" else "dt_proj.bias"
     A_log, bias = (checkpoint.tensors[mixer + name].load() for name in ("A_log", dt_bias))
-    lives = half_lives(A_log, bias, config.dt_limit)
+    return half_lives(A_log, bias, config.dt_limit)
+
+
+def _layer(config: ModelConfig, index: int, lives: torch.Tensor | None) -> Layer:
+    if lives is None:
+        return Layer(index, "attention", None)
     return Layer(index, config.layer, HalfLife(lives.min().item(), lives.median().item(), lives.max().item()))

@@ -1,15 +1,18 @@
 """The Python door: a loaded model with its tokenizer, `prefill` and `step`."""
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from mamba_cli.attention import AttentionMixer
 from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.model import Model
-from mamba_cli.state import State, init_state
+from mamba_cli.state import State, init_state, wide_dtype
+from mamba_cli.state_format import PLAIN_NAMES, StateFormat, half_lives, parse_state_spec, recommended_format
 from mamba_cli.step_graph import PrefillGraphs, StepGraph
 from mamba_cli.tokenizer import Tokenizer
 from mamba_cli.weights import Weights
@@ -45,12 +48,60 @@ class LanguageModel:
         self.name = name
         self.device = weights.device
         self.dtype = weights.dtype
-        self.ssm_dtype = ssm_dtype  # of the SSM states; None for fp32, or float64 where the model is
+        self.ssm_dtype = ssm_dtype  # of plain SSM states; None for fp32, or float64 where the model is
+        self.state_format: StateFormat | None = None  # of packed SSM states; None for plain ones
+        self.columns: Sequence[torch.Tensor | None] | None = None
         self._load_tokenizer = load_tokenizer
         self.backend = _resolve_backend(backend, self.device)
         self.model = Model(config, weights)
-        self._prefill = PrefillGraphs(self.model) if self.device.type == "cuda" else self.model.prefill
-        self.decoder: Any = None  # what mamba_cli.decoding keeps from one text to the next
+        self._forget_graphs()
+
+    def with_state(
+        self, state: str | StateFormat, columns: Sequence[torch.Tensor | None] | None = None
+    ) -> "LanguageModel":
+        """Return the same model, sharing its weights, with its SSM states kept otherwise.
+
+        state: words as --state-dtype takes them (fp32: float64 in a float64 model), or a format. columns:
+        of each layer, the calibrated static scales (nheads, d_state), or None. A state of one of the two
+        models is none of the other.
+        """
+        lm = copy.copy(self)
+        lm._forget_graphs()
+        lm.ssm_dtype = lm.columns = None
+        if isinstance(state, StateFormat):
+            lm.state_format = state
+        else:
+            spec = parse_state_spec(state)
+            if spec.plain is not None:
+                lm.ssm_dtype = None if spec.plain == torch.float32 else spec.plain
+                lm.state_format = None
+                return lm
+            if spec.outer and columns is None:
+                raise Mamba2Error(
+                    f"state-dtype {spec}: expected calibrated column scales, got none",
+                    "mamba2 quantize-state calibrates them",
+                )
+            lm.state_format = recommended_format(self.config, self.half_lives(), spec)
+        if columns is not None:
+            lm.columns = [None if scales is None else scales.to(self.device) for scales in columns]
+        return lm
+
+    @property
+    def state_dtype(self) -> str:
+        """How the SSM states are kept, in the words of --state-dtype ("fp64" in a float64 model)."""
+        if self.state_format is not None:
+            return self.state_format.name
+        return PLAIN_NAMES[self.ssm_dtype or wide_dtype(self.dtype)]
+
+    def half_lives(self) -> list[torch.Tensor | None]:
+        """Return for each layer how long its states last (see state_format.half_lives); None: attention."""
+        mixers = [block.mixer for block in self.model.blocks]
+        return [
+            None
+            if isinstance(mixer, AttentionMixer)
+            else half_lives((-mixer.A).log(), mixer.dt_bias, self.config.dt_limit).cpu()
+            for mixer in mixers
+        ]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -116,13 +167,17 @@ class LanguageModel:
 
     def init_state(self, batch: int) -> State:
         """Return the state before any token."""
-        return init_state(self.config, batch, self.dtype, self.device, self.ssm_dtype)
+        return init_state(
+            self.config, batch, self.dtype, self.device, self.ssm_dtype, self.state_format, self.columns
+        )
 
     def release_graphs(self) -> None:
         """Free the memory of the CUDA graphs that earlier calls left; the next calls capture anew."""
-        self.decoder = None
-        if self.device.type == "cuda":
-            self._prefill = PrefillGraphs(self.model)
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        self.decoder: Any = None  # what mamba_cli.decoding keeps from one text to the next
+        self._prefill = PrefillGraphs(self.model) if self.device.type == "cuda" else self.model.prefill
 
     def _run(self, function, *arguments) -> torch.Tensor:
         with use_backend(self.backend):

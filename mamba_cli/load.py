@@ -27,13 +27,16 @@ def load_model(
     revision: str | None = None,
     backend: str = "auto",
     tokenizer: str | None = None,
+    state_dtype: str | None = None,
 ) -> LanguageModel:
     """Load a checkpoint of any known format.
 
     model: folder, file or hub repo id; device: "auto" (a GPU where there is one), "cpu", "cuda" or
     "cuda:1"; dtype: a name of DTYPES, or "auto" for the one the matrices are stored in (fp32 for
     float16 on a CPU, which has no fast float16); backend: "auto", "torch" or "triton"; tokenizer: a
-    folder or repo id to take the tokenizer from. Raises Mamba2Error where any of it cannot be had.
+    folder or repo id to take the tokenizer from; state_dtype: how SSM states are kept, in the words of
+    --state-dtype, by default as the checkpoint says, or in fp32 where it says nothing. Raises
+    Mamba2Error where any of it cannot be had.
     """
     checkpoint = open_checkpoint(str(model), revision=revision)
     for note in checkpoint.notes:
@@ -46,13 +49,14 @@ def load_model(
         target,
         choose_dtype(dtype, stored, target),
     )
-    return LanguageModel(
+    lm = LanguageModel(
         checkpoint.config,
         weights,
         name=str(model),
         backend=backend,
         load_tokenizer=lambda: load_tokenizer(checkpoint, tokenizer),
     )
+    return lm if state_dtype is None else lm.with_state(state_dtype)
 
 
 def random_model(

@@ -36,20 +36,22 @@ class Mamba1Mixer:
         )
         advance_window(state.conv, x)
         dt, B, C = self._project(conv.transpose(1, 2))
-        y, ssm = selective_scan_fn(
-            conv,
-            dt.transpose(1, 2),
-            self.A,
-            B.transpose(1, 2),
-            C.transpose(1, 2),
-            self.D,
-            z=z,
-            delta_bias=self.dt_bias,
-            delta_softplus=True,
-            return_last_state=True,
-            initial_state=state.ssm,
-        )
-        state.ssm.copy_(ssm)
+        with state.opened(self.A, u.shape[1]) as ssm_state:
+            ssm_state = ssm_state.view(-1, *self.A.shape)  # a packed one has an axis for its only head
+            y, last = selective_scan_fn(
+                conv,
+                dt.transpose(1, 2),
+                self.A,
+                B.transpose(1, 2),
+                C.transpose(1, 2),
+                self.D,
+                z=z,
+                delta_bias=self.dt_bias,
+                delta_softplus=True,
+                return_last_state=True,
+                initial_state=ssm_state,
+            )
+            ssm_state.copy_(last)
         return self.out_proj(y.transpose(1, 2))
 
     def step(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:

@@ -10,7 +10,10 @@ from mamba_cli.weights import Weights
 from mamba_kernels.backend import backend_for
 from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_kernels.chunk_scan import mamba_chunk_scan_combined
+from mamba_kernels.decode_norm import NormBuffers
 from mamba_kernels.mixer_cpu import MixerCore
+from mamba_kernels.packed_ssm_step import packed_ssm_step
+from mamba_kernels.packed_state import PackedState
 from mamba_kernels.rmsnorm import rmsnorm_fn
 from mamba_kernels.selective_state_update import selective_state_update
 
@@ -47,14 +50,18 @@ class Mamba2Mixer:
     def prefill(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
         """Read seqlen tokens; `state` is updated in place."""
         z0, x0, *zxbcdt = self._split(self.in_proj(u))
-        on_torch = backend_for(u.device) == "torch"
-        y = (self.torch_core.prefill if on_torch else self._prefill)(*zxbcdt, state.conv, state.ssm)
+        read = self.torch_core.prefill if backend_for(u.device) == "torch" else self._prefill
+        with state.opened(self.A, u.shape[1]) as ssm_state:
+            y = read(*zxbcdt, state.conv, ssm_state)
         return self.out_proj(self._beside_mlp(y, z0, x0))
 
     def step(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
         """Read one token, u (batch, d_model); `state` is updated in place."""
         zxbcdt = self.in_proj(u)
-        if backend_for(u.device) == "torch":
+        if isinstance(state.ssm, PackedState):
+            z0, x0, *zxbcdt = self._split(zxbcdt)
+            y = self._step_packed(*zxbcdt, state.conv, state.ssm)
+        elif backend_for(u.device) == "torch":
             z0, x0, *zxbcdt = self._split(zxbcdt.to(self.A.dtype))
             y = self.torch_core.step(*zxbcdt, state.conv, state.ssm)
         else:
@@ -131,6 +138,33 @@ class Mamba2Mixer:
             z=None if config.rmsnorm else z.unflatten(-1, heads[1:]),
         )
         return self._norm(y.flatten(-2), z)
+
+    def _step_packed(
+        self,
+        z: torch.Tensor,
+        xBC: torch.Tensor,
+        dt: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: PackedState,
+    ) -> torch.Tensor:
+        """The same on a packed state, whose position is advanced after all layers (`Model.step`)."""
+        config = self.config
+        conv = causal_conv1d_update(xBC, conv_state, self.conv_weight, self.conv_bias, "silu")
+        y = packed_ssm_step(
+            torch.cat([z, conv, dt], -1),
+            ssm_state,
+            self.dt_bias,
+            self.A_log,
+            self.D,
+            None,
+            config.gated_norm_eps,
+            NormBuffers(torch.empty_like(z), None),
+            ngroups=config.ngroups,
+            dt_limit=config.dt_limit,
+            norm_before_gate=config.norm_before_gate,
+            gate=False,
+        ).scaled
+        return y * F.silu(z) if self.norm_weight is None else self._norm(y, z)
 
     def _split_conv(self, conv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         config = self.config

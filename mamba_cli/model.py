@@ -14,6 +14,7 @@ from mamba_cli.state import AttentionState, SSMState, State
 from mamba_cli.weights import Weights
 from mamba_kernels.backend import backend_for
 from mamba_kernels.mixer_cpu import RMSNorm
+from mamba_kernels.packed_state import advance_positions
 from mamba_kernels.rmsnorm import add_norm_fn
 
 
@@ -43,6 +44,7 @@ class Model:
         hidden, residual = F.embedding(token_ids, self.embedding), None
         for block, memory in zip(self.blocks, state.layers, strict=True):
             hidden, residual = block(hidden, residual, block.mixer.step, memory)
+        advance_positions(state.packed)
         state.seqlen += 1
         return self.norm_f(hidden, residual)[0]
 

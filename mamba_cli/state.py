@@ -1,12 +1,17 @@
 """What a model remembers of the tokens it has read: convolution windows, SSM states, KV caches."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from mamba_cli.config import ModelConfig
+from mamba_cli.state_format import StateFormat
+from mamba_kernels.packed_state import LayerFormat, PackedState, empty_packed_state
+
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -14,18 +19,39 @@ class SSMState:
     """Memory of one Mamba layer.
 
     conv: (batch, conv_dim, d_conv), newest column last, in the model's dtype, channels adjacent in
-    memory. ssm: (batch, nheads, headdim, d_state), or (batch, d_inner, d_state) for Mamba-1.
+    memory. ssm: (batch, nheads, headdim, d_state), or (batch, d_inner, d_state) for Mamba-1; or the
+    same packed, for Mamba-1 as one head of d_inner rows.
     """
 
     conv: torch.Tensor
-    ssm: torch.Tensor
+    ssm: torch.Tensor | PackedState
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield self.conv
-        yield self.ssm
+        if isinstance(self.ssm, PackedState):
+            yield from self.ssm.tensors()
+        else:
+            yield self.ssm
 
-    def map(self, change) -> "SSMState":
-        return SSMState(change(self.conv), change(self.ssm))
+    def map(self, change: Change) -> "SSMState":
+        packed = isinstance(self.ssm, PackedState)
+        return SSMState(
+            _change_window(self.conv, change), self.ssm.map(change) if packed else change(self.ssm)
+        )
+
+    @contextmanager
+    def opened(self, A: torch.Tensor, tokens: int) -> Iterator[torch.Tensor]:
+        """Give the SSM state as a tensor, into which the block then reads `tokens` tokens in place.
+
+        A packed state is unpacked, to float32, and packed again after the block. A: (nheads,), or
+        (d_inner, d_state) for Mamba-1, negative.
+        """
+        if not isinstance(self.ssm, PackedState):
+            yield self.ssm
+            return
+        ssm = self.ssm.unpack(A)
+        yield ssm
+        self.ssm.pack_(ssm, self.ssm.position + tokens)
 
 
 @dataclass
@@ -48,8 +74,8 @@ class AttentionState:
             yield self.conv
         yield self.kv
 
-    def map(self, change) -> "AttentionState":
-        conv = None if self.conv is None else change(self.conv)
+    def map(self, change: Change) -> "AttentionState":
+        conv = None if self.conv is None else _change_window(self.conv, change)
         return AttentionState(conv, torch.stack([change(half) for half in self.kv]), self.length)
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +121,13 @@ class State:
     @property
     def batch(self) -> int:
         first = self.layers[0]
-        return (first.ssm if isinstance(first, SSMState) else first.kv[0]).shape[0]
+        return (first.conv if isinstance(first, SSMState) else first.kv[0]).shape[0]
+
+    @property
+    def packed(self) -> list[PackedState]:
+        """The packed SSM states, in the layers' order."""
+        states = (layer.ssm for layer in self.layers if isinstance(layer, SSMState))
+        return [ssm for ssm in states if isinstance(ssm, PackedState)]
 
     @property
     def nbytes(self) -> int:
@@ -116,16 +148,20 @@ class State:
         for mine, theirs in pairs:
             if isinstance(mine, AttentionState):
                 mine.copy_(theirs)
-        # All SSM states in one call: a launch for each would take longer than the copying.
-        of_ssm = [pair for pair in pairs if isinstance(pair[0], SSMState)]
-        torch._foreach_copy_(
-            [tensor for mine, _ in of_ssm for tensor in mine.tensors()],
-            [tensor for _, theirs in of_ssm for tensor in theirs.tensors()],
-        )
+        # All tensors of one dtype in one call: a launch for each would take longer than the copying.
+        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for mine, theirs in pairs:
+            if isinstance(mine, SSMState):
+                for tensor, source in zip(mine.tensors(), theirs.tensors(), strict=True):
+                    targets, sources = by_dtype.setdefault(tensor.dtype, ([], []))
+                    targets.append(tensor)
+                    sources.append(source)
+        for targets, sources in by_dtype.values():
+            torch._foreach_copy_(targets, sources)
         self.seqlen = other.seqlen
 
-    def _map(self, change) -> "State":
-        return State([layer.map(_keeping_layout(change)) for layer in self.layers], self.seqlen)
+    def _map(self, change: Change) -> "State":
+        return State([layer.map(change) for layer in self.layers], self.seqlen)
 
 
 def init_state(
@@ -134,21 +170,54 @@ def init_state(
     dtype: torch.dtype,
     device: torch.device,
     ssm_dtype: torch.dtype | None = None,
+    state_format: StateFormat | None = None,
+    columns: Sequence[torch.Tensor | None] | None = None,
 ) -> State:
     """Return the state before any token: zeros.
 
-    dtype: the model's; ssm_dtype: of the SSM states, by default fp32, or float64 for such a model.
+    dtype: the model's. ssm_dtype: of SSM states that are plain tensors, by default fp32, or float64 for
+    such a model. state_format: makes them packed states instead. columns: of each layer, the static
+    scales (nheads, d_state) of a packed state, or None.
     """
-    ssm_dtype = ssm_dtype or wide_dtype(dtype)
     layers: list[SSMState | AttentionState] = []
     for index in range(config.n_layer):
         if index in config.attn_layer_idx:
             layers.append(_attention_state(config, batch, dtype, device))
-        else:
+            continue
+        if state_format is None:
             heads = (config.d_inner,) if config.layer == "Mamba1" else (config.nheads, config.headdim)
-            ssm = torch.zeros(batch, *heads, config.d_state, dtype=ssm_dtype, device=device)
-            layers.append(SSMState(conv_window(batch, config.conv_dim, config.d_conv, dtype, device), ssm))
+            ssm = torch.zeros(
+                batch, *heads, config.d_state, dtype=ssm_dtype or wide_dtype(dtype), device=device
+            )
+        else:
+            static = columns[index] if columns else None
+            ssm = _packed_state(config, state_format.layers[index], batch, dtype, device, static)
+        layers.append(SSMState(conv_window(batch, config.conv_dim, config.d_conv, dtype, device), ssm))
     return State(layers)
+
+
+def _packed_state(
+    config: ModelConfig,
+    layer_format: LayerFormat | None,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    columns: torch.Tensor | None,
+) -> PackedState:
+    assert layer_format is not None, "a Mamba layer has a format"
+    mamba1 = config.layer == "Mamba1"
+    return empty_packed_state(
+        layer_format,
+        batch,
+        1 if mamba1 else config.nheads,
+        config.d_inner if mamba1 else config.headdim,
+        config.d_state,
+        config.ngroups,
+        dtype,
+        device,
+        columns,
+        dt_per_row=mamba1,
+    )
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -175,12 +244,6 @@ def _attention_state(
     return AttentionState(conv, kv)
 
 
-def _keeping_layout(change):
-    """Apply `change` to a conv window in its memory order: repeat_interleave would reorder it."""
-
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 3 and tensor.stride(1) == 1:
-            return change(tensor.transpose(1, 2)).transpose(1, 2)
-        return change(tensor)
-
-    return changed
+def _change_window(window: torch.Tensor, change: Change) -> torch.Tensor:
+    """Change a conv window in its memory order: repeat_interleave would reorder it."""
+    return change(window.transpose(1, 2)).transpose(1, 2)

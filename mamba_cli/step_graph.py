@@ -17,11 +17,15 @@ CAPTURED_POSITIONS = 1024
 Step = Callable[[torch.Tensor, State], torch.Tensor]
 
 
-def step_function(model: Model, batch: int) -> Step:
-    """Return the fastest step for `model` on a GPU: (token_ids (batch,), state) -> logits, state in place."""
-    for fused in (FusedStep, FusedStepMamba1):
+def step_function(model: Model, state: State) -> Step:
+    """Return the fastest step for `model` on a GPU: (token_ids (batch,), state) -> logits, state in place.
+
+    The step serves all states that are kept as `state` is.
+    """
+    # A packed state of Mamba-1 is advanced by the general step.
+    for fused in (FusedStep,) if state.packed else (FusedStep, FusedStepMamba1):
         if fused.serves(model.config):
-            return fused(model, batch)
+            return fused(model, state.batch)
     return lambda token_ids, state: model.head(model.step(token_ids, state))
 
 
@@ -65,7 +69,7 @@ class StepGraph:
     def _capture(self) -> None:
         make_static(self.state)
         saved = self.state.clone()
-        step = step_function(self.model, self.state.batch)
+        step = step_function(self.model, self.state)
 
         def run() -> None:
             self.logits = step(self.token_ids, self.state)

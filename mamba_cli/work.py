@@ -9,8 +9,9 @@ depend on how an implementation goes about it. Counted, for a model of dtype `dt
                  4 head_dim for each query, head and key of attention, and 2 for each element of the head,
                  which a prompt passes once and a step each time. Norms, gates and exponentials are not.
     bytes        every weight read once (an embedding that is not the head is not: only rows of it are
-                 used), the state written once by a prompt, and read and written by each step; keys and
-                 values written once and, by a step, read up to its own position. Activations are not.
+                 used), the state written once by a prompt, and read and written by each step (one with a
+                 window of `w` tokens: read by each step, and a w-th of it written); keys and values written
+                 once and, by a step, read up to its own position. Activations are not.
 """
 
 import math
@@ -21,6 +22,7 @@ import torch
 from mamba_cli.config import ModelConfig
 from mamba_cli.schema import tensor_shapes
 from mamba_cli.state import init_state
+from mamba_cli.state_format import StateFormat
 from mamba_cli.weights import weight_dtype
 
 MATRICES = tuple(f"{name}.weight" for name in ("in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2"))
@@ -36,16 +38,25 @@ class Work(NamedTuple):
 class WorkCounter:
     """Counts the work of a model of `config` with weights of `dtype` and SSM states of ssm_dtype.
 
-    ssm_dtype: None for fp32, or float64 where the model is.
+    ssm_dtype: None for fp32, or float64 where the model is; or state_format, of packed states.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, ssm_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        ssm_dtype: torch.dtype | None = None,
+        state_format: StateFormat | None = None,
+    ):
         shapes = tensor_shapes(config)
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         if not config.tie_embeddings:
             del sizes["backbone.embedding.weight"]
         self.weight_bytes = sum(size * weight_dtype(name, dtype).itemsize for name, size in sizes.items())
-        self.state_bytes = init_state(config, 1, dtype, torch.device("meta"), ssm_dtype).nbytes
+        state = init_state(config, 1, dtype, torch.device("meta"), ssm_dtype, state_format)
+        self.state_bytes = state.nbytes
+        unwritten = sum(packed.nbytes * (1 - 1 / packed.format.window) for packed in state.packed)
+        self.step_bytes = 2 * state.nbytes - round(unwritten)
         mamba_layers = config.n_layer - len(config.attn_layer_idx)
         self.token_operations = (
             2 * sum(size for name, size in sizes.items() if name.endswith((*MATRICES, "conv1d.weight")))
@@ -69,7 +80,7 @@ class WorkCounter:
         """Return the work of `steps` steps after `before` tokens of a sequence."""
         keys = _keys(before, steps)
         operations = steps * (self.token_operations + self.head_operations) + keys * self.key_operations
-        nbytes = steps * 2 * self.state_bytes + (keys + steps) * self.position_bytes
+        nbytes = steps * self.step_bytes + (keys + steps) * self.position_bytes
         return Work(steps * self.weight_bytes + batch * nbytes, batch * operations)
 
 

@@ -76,6 +76,7 @@ class StubModel:
 
     device = torch.device("cpu")
     dtype = torch.float32
+    state_dtype = "fp32"
     backend = "torch"
     name = "stub"
 

@@ -29,7 +29,8 @@ class StandIn:
     """A language model by table (TABLE, ROWS); rows past VOCAB are padding and hold large logits."""
 
     name, backend = "stand-in", "torch"
-    device, dtype, ssm_dtype = torch.device("cpu"), torch.float32, None
+    device, dtype = torch.device("cpu"), torch.float32
+    state_dtype, state_format, columns = "fp32", None, None
 
     def __init__(self, table: torch.Tensor):
         self.config = dataclasses.replace(BASE, vocab_size=VOCAB, vocab_rows=ROWS)

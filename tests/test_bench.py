@@ -57,6 +57,15 @@ def test_a_narrower_state_is_counted_as_it_is_kept():
     assert wide.state_bytes - narrow.state_bytes == 2 * BASE.n_layer * BASE.d_ssm * BASE.d_state
 
 
+def test_a_step_reads_a_packed_state_and_writes_what_its_window_is_folded_into():
+    lm = make(BASE).with_state("int8:nearest:4")
+    work = WorkCounter(lm.config, lm.dtype, state_format=lm.state_format)
+    state = lm.init_state(1)
+    conv = sum(layer.conv.nbytes for layer in state.layers)
+    assert work.state_bytes == state.nbytes
+    assert work.step_bytes == 2 * conv + 1.25 * (state.nbytes - conv)
+
+
 @pytest.mark.parametrize(
     "name", ["plain", "groups_as_heads", "part_of_the_width_is_ssm", "mlp", "untied", "mamba1"]
 )

@@ -66,7 +66,7 @@ def test_json_says_what_ran_and_what_it_is_compared_with(capfd):
     document = strict(out)
     assert status == 0
     assert (document["model"], document["backend"], document["device"]) == (MODEL, "torch", "cpu")
-    assert (document["dtype"], document["ssm_dtype"]) == ("float32", "float32")
+    assert (document["dtype"], document["state_dtype"]) == ("float32", "fp32")
     assert document["threads"] == torch.get_num_threads()
     assert document["versions"]["torch"] == torch.__version__
     limits = document["ceilings"]

@@ -147,13 +147,13 @@ def test_tables_are_tab_separated_when_piped_and_hold_the_definition(run, text):
 
 
 def test_positions_are_bars_on_a_terminal(run, text, monkeypatch):
-    monkeypatch.setattr("mamba_commands.eval_ppl.is_terminal", lambda stream: True)
+    monkeypatch.setattr("mamba_commands.eval_ppl_tables.is_terminal", lambda stream: True)
     _, out, _ = run(text, "--by-position")
     assert "█" * 40 in out
 
 
 def test_positions_of_infinite_perplexity_fill_their_bars(run, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("mamba_commands.eval_ppl.is_terminal", lambda stream: True)
+    monkeypatch.setattr("mamba_commands.eval_ppl_tables.is_terminal", lambda stream: True)
     status, out, _ = run(text, "--by-position", model=save_model(tmp_path / "huge", scale=1e5))
     assert status == 0
     assert "inf" in out

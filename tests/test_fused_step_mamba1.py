@@ -34,7 +34,7 @@ def test_what_is_served():
 
 def test_a_graph_captures_the_fused_step():
     lm = random_model(MAMBA1, device="cpu")
-    assert isinstance(step_function(lm.model, 2), FusedStepMamba1)
+    assert isinstance(step_function(lm.model, lm.init_state(2)), FusedStepMamba1)
 
 
 @pytest.mark.parametrize(("name", "backend", "batch"), CASES)

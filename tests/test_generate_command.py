@@ -73,7 +73,7 @@ def test_quiet_says_nothing_on_stderr(run):
 
 def test_verbose_says_what_runs_before_the_text(run):
     _, _, err = run("--prompt", PROMPT, "--model", "x", "-v")
-    assert err.splitlines()[0] == "stub: torch on cpu in float32"
+    assert err.splitlines()[0] == "stub: torch on cpu in float32, state in fp32"
 
 
 def test_echo_writes_the_prompt_before_the_text(run):
@@ -145,6 +145,7 @@ def test_json_is_one_document_with_the_figures(run, bpe):
             "backend": "torch",
             "device": "cpu",
             "dtype": "float32",
+            "state_dtype": "fp32",
             "seed": 5,
         },
     )
@@ -199,7 +200,7 @@ def test_the_model_is_taken_from_the_option_then_the_environment(run, loaded, mo
 def test_options_of_the_model_reach_the_loader(run, loaded):
     run(
         *("--prompt", PROMPT, "-m", "a/b", "--revision", "v1", "--device", "cpu", "--dtype", "bfloat16"),
-        *("--backend", "torch", "--tokenizer", "c/d"),
+        *("--backend", "torch", "--tokenizer", "c/d", "--state-dtype", "int8"),
     )
     assert loaded.asked == {
         "model": "a/b",
@@ -208,6 +209,7 @@ def test_options_of_the_model_reach_the_loader(run, loaded):
         "dtype": "bfloat16",
         "backend": "torch",
         "tokenizer": "c/d",
+        "state_dtype": "int8",
     }
 
 

@@ -12,18 +12,19 @@ import torch
 from mamba_cli.checkpoint import open_checkpoint
 from mamba_cli.config import ModelConfig
 from mamba_cli.inspection import (
-    STATE_BITS,
     count_parameters,
     half_lives,
     inspect_checkpoint,
     state_bytes,
     tokenizer_facts,
 )
+from mamba_cli.load import random_model
 from mamba_cli.shapes import published_config
 from mamba_cli.soundness import BLOCK, check_checkpoint, check_config, check_values
 from mamba_cli.state import AttentionState, init_state
 from mamba_cli.tokenizer import DEFAULT_TOKENIZER
 from mamba_cli.weights import random_tensors
+from mamba_kernels.packed_state import STATE_DTYPES
 from model_testing import BASE, DATA, VARIANTS
 
 CODESTRAL = dataclasses.replace(
@@ -82,7 +83,7 @@ def test_parameters_of_codestral_are_those_published():
 def test_state_bytes_are_those_the_model_allocates(name: str):
     config = VARIANTS[name]
     state = init_state(config, 1, torch.float32, torch.device("cpu"))
-    counted = state_bytes(config, "fp32")
+    counted = state_bytes(config, "fp32", [])
     assert counted.ssm + counted.conv == state.nbytes
     kv = 0
     for layer in state.layers:
@@ -92,11 +93,13 @@ def test_state_bytes_are_those_the_model_allocates(name: str):
     assert counted.kv_per_token == kv
 
 
-def test_quantized_states_count_a_scale_for_each_row():
-    rows = BASE.n_layer * BASE.nheads * BASE.headdim
-    expected = {"fp32": 64, "bf16": 32, "fp16": 32, "int8": 16 + 4, "fp8": 16 + 4, "int4": 8 + 4}
-    assert {dtype: state_bytes(BASE, dtype).ssm // rows for dtype in STATE_BITS} == expected
-    assert state_bytes(BASE, "int4").conv == state_bytes(BASE, "bf16").conv
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
+def test_bytes_of_a_quantized_state_are_those_the_model_allocates(dtype: str):
+    lm = random_model(BASE, "cpu", "float32" if dtype == "fp32" else "bfloat16").with_state(dtype)
+    state = lm.init_state(1)
+    conv = sum(layer.conv.nbytes for layer in state.layers)
+    counted = state_bytes(BASE, dtype, lm.half_lives())
+    assert (counted.ssm, counted.conv) == (state.nbytes - conv, conv)
 
 
 def test_layers_of_a_hybrid_model_have_half_lives_but_for_attention():

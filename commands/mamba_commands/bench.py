@@ -14,6 +14,8 @@ from mamba_commands.options import (
     JsonOption,
     QuietOption,
     RevisionOption,
+    StateDtypeOption,
+    check_state_dtype,
 )
 from mamba_commands.output import Output
 
@@ -65,6 +67,7 @@ def bench(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "auto",
+    state_dtype: StateDtypeOption = None,
     quiet: QuietOption = False,
 ) -> None:
     """Measure prefill and decode: tokens a second, share of what the machine can do, peak memory.
@@ -87,6 +90,7 @@ def bench(
         _parse_list("--prompt-lengths", prompt_lengths),
         _parse_list("--generate", generate, least=0),
     )
+    check_state_dtype(state_dtype)
     out = Output(quiet)
 
     from mamba_cli import load_model
@@ -94,9 +98,11 @@ def bench(
     from mamba_cli.ceilings import measure_ceilings
 
     if shape:
-        lm = published_model(shape, device, dtype, backend)
+        lm = published_model(shape, device, dtype, backend, state_dtype)
     else:
-        lm = load_model(str(model), device, dtype, revision=revision, backend=backend)
+        lm = load_model(
+            str(model), device, dtype, revision=revision, backend=backend, state_dtype=state_dtype
+        )
     rows: list[Row] = []
     try:
         with out.progress(count_runs(*lists, repetitions), "measuring the machine") as advance:
@@ -128,10 +134,6 @@ def _describe(lm: "LanguageModel", repetitions: int) -> Row:
     import torch
 
     from mamba_cli.machine import PEAK_MEMORY, device_name, versions
-    from mamba_cli.state import wide_dtype
-
-    def name(dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
 
     found = versions()
     return {
@@ -140,8 +142,8 @@ def _describe(lm: "LanguageModel", repetitions: int) -> Row:
         "device": str(lm.device),
         "device_name": device_name(lm.device),
         "threads": torch.get_num_threads() if lm.device.type == "cpu" else None,
-        "dtype": name(lm.dtype),
-        "ssm_dtype": name(lm.ssm_dtype or wide_dtype(lm.dtype)),
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "state_dtype": lm.state_dtype,
         "repetitions": repetitions,
         "peak_memory_kind": PEAK_MEMORY[lm.device.type],
         "versions": {package: found[package] for package in ("python", "mamba2", "torch", "triton")},
@@ -203,7 +205,8 @@ def _print_notes(run: Row, ceilings: "Ceilings", out: Output) -> None:
     threads = "" if run["threads"] is None else f", threads: {run['threads']}"
     out.note(
         f"{run['model']}: {run['backend']} on {run['device']} ({run['device_name']}{threads}) in "
-        f"{run['dtype']}, {run['repetitions']} repetitions after a discarded run"
+        f"{run['dtype']}, state in {run['state_dtype']}, {run['repetitions']} repetitions after a discarded "
+        "run"
     )
     out.note(
         f"ceilings, {limits['method']}: {Significant(limits['gb_per_second'])} GB/s, "

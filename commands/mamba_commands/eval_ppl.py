@@ -2,14 +2,14 @@
 
 import contextlib
 import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from mamba_commands.eval_ppl_tables import print_comparison, print_figures, print_positions
 from mamba_commands.options import (
     BackendOption,
     DeviceOption,
@@ -18,21 +18,19 @@ from mamba_commands.options import (
     ModelOption,
     QuietOption,
     RevisionOption,
+    StateDtypeOption,
     TokenizerOption,
     VerboseOption,
+    check_state_dtype,
     choose_model,
 )
-from mamba_commands.output import Output, is_terminal
+from mamba_commands.output import Output
 
 if TYPE_CHECKING:
     from mamba_cli.language_model import LanguageModel
-    from mamba_cli.perplexity.compare import Comparison
     from mamba_cli.perplexity.evaluate import Progress
     from mamba_cli.perplexity.plan import Plan
-    from mamba_cli.perplexity.report import Figures, Position
     from mamba_cli.perplexity.tokens import Extent
-
-BAR_WIDTH = 40
 
 
 def eval_ppl(
@@ -96,7 +94,9 @@ def eval_ppl(
         str | None,
         typer.Option(
             metavar="MODEL_OR_DTYPE",
-            help="Compare with another model, or with this one in float32, bfloat16, float16 or float64.",
+            help="Compare with another model, with this one in float32, bfloat16, float16 or float64 (its "
+            "state in fp32), or with this one as it is but for its state: fp32, bf16, int8 or other words of "
+            "--state-dtype.",
         ),
     ] = None,
     by_position: Annotated[
@@ -127,6 +127,7 @@ def eval_ppl(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "auto",
+    state_dtype: StateDtypeOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -144,6 +145,7 @@ def eval_ppl(
     if stride is not None and stride > window:
         raise typer.BadParameter(f"--stride: expected at most the window's {window} tokens, got {stride}")
     windows_at_once = _parse_batch_size(batch_size)
+    check_state_dtype(state_dtype)
 
     from mamba_cli.perplexity.compare import compare
     from mamba_cli.perplexity.distributed import join_processes
@@ -162,7 +164,7 @@ def eval_ppl(
             raise typer.BadParameter("TEXT: expected a file for several processes to read, got -")
         source = read_text(text, field)
         place, name = processes.device(device), choose_model(model, out)
-        lm, other = _load_models(name, reference, place, dtype, revision, backend, tokenizer)
+        lm, other = _load_models(name, reference, place, dtype, revision, backend, tokenizer, state_dtype)
         token = prefix_token(lm.tokenizer, prefix)
         texts = source.documents(documents)
         encoded = encode_documents(texts, lm.tokenizer, token, lm.config.vocab_size, max_tokens)
@@ -206,11 +208,12 @@ def eval_ppl(
     elif quiet:
         out.data(repr(figures.perplexity))
     else:
-        _print_figures(out, figures)
+        print_figures(out, figures)
         if other and comparison:
-            _print_comparison(out, comparison, f"{other.name} in {_runtime(other)['dtype']}")
+            dtype = "{dtype}, state in {state_dtype}".format(**_runtime(other))
+            print_comparison(out, comparison, f"{other.name} in {dtype}")
         if positions:
-            _print_positions(out, positions)
+            print_positions(out, positions)
         out.data("")
         out.table(("definition", "value"), list(_without_none(definition).items()))
         out.note(f"{scores.tokens_per_second:.0f} tokens/s in {scores.seconds:.1f} s, {_describe(lm)}")
@@ -233,16 +236,28 @@ def _load_models(
     revision: str | None,
     backend: str,
     tokenizer: str | None,
+    state_dtype: str | None,
 ) -> "tuple[LanguageModel, LanguageModel | None]":
     """Return the model and its reference: the same one in another dtype, or another in the same."""
     from mamba_cli import load_model
     from mamba_cli.load import DTYPES
+    from mamba_kernels.packed_state import STATE_DTYPES
 
-    lm = load_model(name, device, dtype, revision=revision, backend=backend, tokenizer=tokenizer)
+    lm = load_model(
+        name,
+        device,
+        dtype,
+        revision=revision,
+        backend=backend,
+        tokenizer=tokenizer,
+        state_dtype=state_dtype,
+    )
     if reference is None:
         return lm, None
     if reference in DTYPES:
-        return lm, load_model(name, device, reference, revision=revision, backend=backend)
+        return lm, load_model(name, device, reference, revision=revision, backend=backend, state_dtype="fp32")
+    if reference.split(":")[0] in STATE_DTYPES:
+        return lm, lm.with_state(reference)
     return lm, load_model(reference, device, dtype, backend=backend)
 
 
@@ -266,13 +281,14 @@ def _definition(plan: "Plan", extent: "Extent") -> dict[str, Any]:
 def _runtime(lm: "LanguageModel") -> dict[str, str]:
     return {
         "dtype": str(lm.dtype).removeprefix("torch."),
+        "state_dtype": lm.state_dtype,
         "device": str(lm.device),
         "backend": lm.backend,
     }
 
 
 def _describe(lm: "LanguageModel") -> str:
-    return "{dtype} on {device} ({backend})".format(**_runtime(lm))
+    return "{dtype} on {device} ({backend}), state in {state_dtype}".format(**_runtime(lm))
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -283,66 +299,3 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 def _progress(out: Output, total: int) -> "Iterator[Progress]":
     with out.progress(total, "perplexity") as advance:
         yield lambda tokens, nll: advance(tokens, f"perplexity {math.exp(min(nll, 700)):.4f}")
-
-
-def _print_figures(out: Output, figures: "Figures") -> None:
-    rows = [
-        ("perplexity", _number(figures.perplexity), _error(figures.perplexity_stderr)),
-        ("nll/token", _number(figures.nll_mean), _error(figures.nll_stderr)),
-        ("nll sum", _number(figures.nll_sum), ""),
-        ("tokens", figures.tokens, ""),
-        ("bits/byte", _number(figures.bits_per_byte), ""),
-        ("word perplexity", _number(figures.word_perplexity), ""),
-    ]
-    out.table(("figure", "value", "+-"), rows)
-
-
-def _print_comparison(out: Output, comparison: "Comparison", reference: str) -> None:
-    c = comparison
-    rows = [
-        ("perplexity", _number(c.perplexity), ""),
-        ("nll difference", _number(c.nll_difference), _error(c.nll_difference_stderr)),
-        ("mean change of nll", _number(c.nll_change), ""),
-        ("KL mean", _number(c.kl_mean), _error(c.kl_stderr)),
-        *((f"KL {_percent(point)}", _number(value), "") for point, value in c.kl_percentiles.items()),
-        ("p(token) mean change", _number(c.probability_change_mean), ""),
-        ("p(token) rms change", _number(c.probability_change_rms), ""),
-        *(
-            (f"p(token) change {_percent(point)}", _number(value), "")
-            for point, value in c.probability_change_percentiles.items()
-        ),
-        ("same top-1", f"{c.same_top:.4%}", ""),
-    ]
-    out.data("")
-    out.table((f"against {reference}", "value", "+-"), rows)
-
-
-def _print_positions(out: Output, positions: "Sequence[Position]") -> None:
-    columns = ["tokens read", "scored", "perplexity"]
-    rows: list[list[object]] = [
-        [f"{position.first}-{position.last}", position.tokens, _number(position.perplexity)]
-        for position in positions
-    ]
-    if positions[0].reference_perplexity is not None:
-        columns += ["reference", "KL mean"]
-        for row, position in zip(rows, positions, strict=True):
-            row += [_number(position.reference_perplexity), _number(position.kl_mean)]
-    if is_terminal(sys.stdout):
-        columns.append("")
-        finite = [position.perplexity for position in positions if math.isfinite(position.perplexity)]
-        for row, position in zip(rows, positions, strict=True):
-            row.append("█" * round(BAR_WIDTH * min(1.0, position.perplexity / max(finite, default=1.0))))
-    out.data("")
-    out.table(columns, rows)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
-
-
-def _error(value: float | None) -> str:
-    return "" if value is None else f"{value:.2g}"
-
-
-def _percent(point: float) -> str:
-    return {0: "least", 50: "median", 100: "greatest"}.get(point, f"{point:g}%")

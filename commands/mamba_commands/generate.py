@@ -19,8 +19,10 @@ from mamba_commands.options import (
     QuietOption,
     RevisionOption,
     SeedOption,
+    StateDtypeOption,
     TokenizerOption,
     VerboseOption,
+    check_state_dtype,
     choose_model,
 )
 from mamba_commands.output import Output
@@ -81,6 +83,7 @@ def generate(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     backend: BackendOption = "auto",
+    state_dtype: StateDtypeOption = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -96,13 +99,20 @@ def generate(
         raise typer.BadParameter("--stop: expected a text, got an empty one")
     text = _read_prompt(prompt, prompt_file, out)
     seed = secrets.randbits(32) if seed is None else seed
+    check_state_dtype(state_dtype)
 
     from mamba_cli import generation, load_model
 
     lm = load_model(
-        choose_model(model, out), device, dtype, revision=revision, backend=backend, tokenizer=tokenizer
+        choose_model(model, out),
+        device,
+        dtype,
+        revision=revision,
+        backend=backend,
+        tokenizer=tokenizer,
+        state_dtype=state_dtype,
     )
-    out.detail(f"{lm.name}: {_runtime(lm)}")
+    out.detail(f"{lm.name}: {_runtime(lm)}, state in {lm.state_dtype}")
     streaming = num_samples == 1 and not json
     if streaming and echo:
         out.data(text, end="")
@@ -200,6 +210,7 @@ def _document(lm: "LanguageModel", result: "Generation", seed: int, prefix: str)
         "backend": lm.backend,
         "device": str(lm.device),
         "dtype": _dtype(lm),
+        "state_dtype": lm.state_dtype,
         "seed": seed,
     }
     return (samples[0] if len(samples) == 1 else {"samples": samples}) | figures

@@ -52,8 +52,9 @@ def inspect(
     by exp(dt*A) a token, with A = -exp(A_log) and dt = softplus(dt_bias) within dt_limit. That is
     dt where the input contributes nothing (the bias alone); text moves it both ways.
 
-    State bytes are for one sequence. In int8, fp8 and int4 they include an fp32 scale for each row
-    of d_state; the convolution's state and attention's keys and values then stay in 16 bits.
+    State bytes are for one sequence. Those of a quantized state include its scales and its window of
+    recent tokens, and heads that remember long are in a wider dtype, as --state-dtype keeps them; the
+    convolution's state and attention's keys and values are in fp32 or 16 bits.
 
     --check exits with 1 where a tensor holds NaN or infinities, or a weight is all zeros or constant.
     """

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from mamba_cli.errors import Mamba2Error
 from mamba_commands.output import Output
 
 # The model inside the package, and the one to name to somebody who wants a real one.
@@ -58,6 +59,17 @@ BackendOption = Annotated[
     ),
 ]
 
+StateDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="How SSM states are kept: fp32, bf16, fp16, int8, fp8 or int4. Words may follow, with colons "
+        "between: nearest or stochastic, a number of tokens N to rewrite the state only every N tokens, "
+        "outer, uniform; as int8:nearest:1. Without any, the recommended. Default: what the model says, or "
+        "fp32.",
+    ),
+]
+
 SeedOption = Annotated[
     int | None,
     typer.Option(metavar="N", help="Repeat a result: the same seed, the same text. Random without one."),
@@ -68,6 +80,18 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON documen
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors on stderr.")]
 
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Details on stderr.")]
+
+
+def check_state_dtype(text: str | None) -> None:
+    """Refuse, as wrong usage, what no --state-dtype can be."""
+    if text is None:
+        return
+    from mamba_cli.state_format import parse_state_spec
+
+    try:
+        parse_state_spec(text)
+    except Mamba2Error as error:
+        raise typer.BadParameter(f"--{error.message}") from None
 
 
 def choose_model(model: str | None, out: Output) -> str:

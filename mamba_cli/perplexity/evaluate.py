@@ -227,9 +227,20 @@ def _key(models: Sequence[LanguageModel], plan: Plan) -> dict[str, object]:
     }
     roles = ["model", *(f"model {number}" for number in range(2, len(models))), "reference"]
     for role, lm in zip(roles, models, strict=False):
-        key[role] = f"{lm.name} in {lm.dtype}, state {lm.ssm_dtype}, on {lm.device.type} by {lm.backend}"
+        key[role] = f"{lm.name} in {lm.dtype}, state {lm.state_dtype}, on {lm.device.type} by {lm.backend}"
+        if lm.state_format is not None:
+            key[f"{role}'s state format"] = _state_digest(lm)
         key[f"{role}'s configuration"] = lm.config
         # Other weights under the same name would answer the first tokens otherwise.
         logits, _ = lm.prefill(plan.documents[0].ids[None, :16])
         key[f"{role}'s first answer"] = f"{logits[:, : lm.config.vocab_size].double().sum().item():.4g}"
     return key
+
+
+def _state_digest(lm: LanguageModel) -> str:
+    """Everything about how states are kept, which is too long to be read, in short."""
+    digest = hashlib.sha256(repr(lm.state_format).encode())
+    for columns in lm.columns or ():
+        if columns is not None:
+            digest.update(columns.cpu().numpy().tobytes())
+    return digest.hexdigest()
