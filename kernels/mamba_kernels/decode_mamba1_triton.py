@@ -104,22 +104,36 @@ def _mamba1_ssm_kernel(
     D = tl.load(D_ptr + p, mask=p_in, other=0.0)
 
     wait_for_previous(PDL)
+    # All rows' inputs before any arithmetic: behind the first row's stores they would be waited for again.
+    rows = ()
+    xs = ()
+    zs = ()
+    Bs = ()
+    Cs = ()
+    products = ()  # dt_proj's
+    low_ranks = ()  # its argument
     for i in tl.static_range(BLOCK_M):
         m = tl.minimum(first + i, batch - 1).to(tl.int64)
-        m_in = first + i + tl.zeros((1,), tl.int32) < batch
         row = dtBC_ptr + m * stride_dtBC
-        B = tl.load(row + DT_RANK + n, mask=n_in, other=0.0).to(tl.float32)
-        C = tl.load(row + DT_RANK + D_STATE + n, mask=n_in, other=0.0).to(tl.float32)
-        x = tl.load(xz_ptr + m * stride_xz + p, mask=p_in, other=0.0).to(tl.float32)
-        z = tl.load(xz_ptr + m * stride_xz + D_INNER + p, mask=p_in, other=0.0).to(tl.float32)
+        rows += (m,)
+        xs += (tl.load(xz_ptr + m * stride_xz + p, mask=p_in, other=0.0),)
+        zs += (tl.load(xz_ptr + m * stride_xz + D_INNER + p, mask=p_in, other=0.0),)
+        Bs += (tl.load(row + DT_RANK + n, mask=n_in, other=0.0),)
+        Cs += (tl.load(row + DT_RANK + D_STATE + n, mask=n_in, other=0.0),)
+        if dt_ptr is not None:
+            products += (tl.load(dt_ptr + m * stride_dt + p, mask=p_in, other=0.0),)
         if dt_ptr is None or NORM:
-            low_rank = tl.load(row + r, mask=inside(r, DT_RANK, BLOCK_R), other=0.0).to(tl.float32)
+            low_ranks += (tl.load(row + r, mask=inside(r, DT_RANK, BLOCK_R), other=0.0).to(tl.float32),)
+    for i in tl.static_range(BLOCK_M):
+        x = xs[i].to(tl.float32)
+        B = Bs[i].to(tl.float32)
+        C = Cs[i].to(tl.float32)
         if dt_ptr is None:
-            dt = tl.sum(_widen(weight, WEIGHT, PACKED_WEIGHT) * low_rank[None, :], axis=1)
+            dt = tl.sum(_widen(weight, WEIGHT, PACKED_WEIGHT) * low_ranks[i][None, :], axis=1)
         else:
-            dt = tl.load(dt_ptr + m * stride_dt + p, mask=p_in, other=0.0).to(tl.float32)
+            dt = products[i].to(tl.float32)
         if NORM:  # dt_proj is linear: its product scales as its argument would have
-            dt *= _rstd(low_rank, DT_RANK, eps)
+            dt *= _rstd(low_ranks[i], DT_RANK, eps)
             B *= _rstd(B, D_STATE, eps)
             C *= _rstd(C, D_STATE, eps)
         dt = softplus(dt + dt_bias.to(tl.float32))
@@ -128,8 +142,9 @@ def _mamba1_ssm_kernel(
         state_ptrs = tiles[i] + p.to(INDEX)[:, None] * STATE_P + n.to(INDEX)[None, :] * STATE_N
         tl.store(state_ptrs, state.to(STATE), mask=(p_in & lives[i])[:, None] & n_in[None, :])
         y = tl.sum(state * C[None, :], axis=1) + D.to(tl.float32) * x
-        y = tl.where(lives[i], y * silu(z), 0.0)
-        tl.store(out_ptr + m * stride_out + p, y.to(out_ptr.dtype.element_ty), mask=p_in & m_in)
+        y = tl.where(lives[i], y * silu(zs[i].to(tl.float32)), 0.0)
+        m_in = first + i + tl.zeros((1,), tl.int32) < batch
+        tl.store(out_ptr + rows[i] * stride_out + p, y.to(out_ptr.dtype.element_ty), mask=p_in & m_in)
 
 
 def config_for(batch: int, d_state: int, multiplies: bool) -> dict[str, int]:
