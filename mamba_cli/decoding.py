@@ -6,53 +6,66 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mamba_cli.language_model import LanguageModel
-from mamba_cli.sampling import SamplingParams, UniformNumbers, sample
+from mamba_cli.sampling import SamplingParams, UniformNumbers
 from mamba_cli.state import State
 from mamba_cli.step_graph import capture, count_token, is_full, make_static, step_function
 from mamba_kernels.backend import use_backend
+from mamba_kernels.choose_token import choose_token
 
 # Random numbers are drawn for this many steps at a time, to be sent to the device at once.
 STEPS_DRAWN = 256
-# Steps that a GPU is given ahead of the token that is read back: it then never waits for the host.
+# Steps that a GPU is given ahead of the token that is read back: it then never waits for the host. They
+# divide STEPS_DRAWN, so that a step's place in the history is the same by its turn.
 STEPS_AHEAD = 4
 
 
 class Chooser:
     """Chooses the next tokens of a batch; all of it stays on the device, so it can be captured.
 
-    token_ids: int64 (batch,), the last choice. seen: bool (batch, vocab_size), for a penalty.
+    token_ids: int64 (batch,), the last choice. turn: int64 (batch,), choices made since random numbers were
+    drawn, or since the start. history: int64 (STEPS_AHEAD, batch), the last choices, by turn % STEPS_AHEAD.
+    seen: bool (batch, vocab_rows), for a penalty.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, batch: int, device: torch.device):
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, vocab_rows: int, batch: int, device: torch.device
+    ):
         self.params = params
         self.vocab_size = vocab_size
         self.token_ids = torch.zeros(batch, dtype=torch.long, device=device)
-        self.seen = None
+        self.turn = torch.zeros_like(self.token_ids)
+        self.history = torch.zeros(STEPS_AHEAD, batch, dtype=torch.long, device=device)
+        self.seen = self.uniform = None
         if params.repetition_penalty != 1:
-            self.seen = torch.zeros(batch, vocab_size, dtype=torch.bool, device=device)
-        self._uniform = torch.zeros(STEPS_DRAWN, batch, dtype=torch.float64, device=device)
-        self._turn = torch.zeros(1, dtype=torch.long, device=device)
+            self.seen = torch.zeros(batch, vocab_rows, dtype=torch.bool, device=device)
+        if not params.greedy:
+            self.uniform = torch.zeros(STEPS_DRAWN, batch, dtype=torch.float64, device=device)
 
     def start(self, prompt_ids: Sequence[int]) -> None:
         """Forget all choices; the tokens of the prompt count as seen."""
+        self.turn.zero_()
         if self.seen is not None:
             self.seen.zero_()
             self.seen[:, [token_id for token_id in set(prompt_ids) if token_id < self.vocab_size]] = True
 
     def draw(self, numbers: UniformNumbers) -> None:
         """Take the random numbers of the next STEPS_DRAWN choices."""
-        if not self.params.greedy:
-            self._uniform.copy_(numbers.draw(STEPS_DRAWN))
-            self._turn.zero_()
+        if self.uniform is not None:
+            self.uniform.copy_(numbers.draw(STEPS_DRAWN))
+            self.turn.zero_()
 
-    def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose from logits (batch, vocab_rows); return token_ids."""
-        uniform = None if self.params.greedy else self._uniform.index_select(0, self._turn)[0]
-        self.token_ids.copy_(sample(logits, self.params, self.vocab_size, uniform, self.seen))
-        if self.seen is not None:
-            self.seen.scatter_(1, self.token_ids[:, None], True)
-        self._turn.add_(1)
+    def choose(self, logits: torch.Tensor, pdl: bool = False) -> torch.Tensor:
+        """Choose from logits (batch, vocab_rows); return token_ids. pdl: as choose_token's."""
+        choose_token(
+            logits, self.token_ids, vocab_size=self.vocab_size, turn=self.turn, uniform=self.uniform,
+            seen=self.seen, history=self.history, pdl=pdl, **self.params.arguments,
+        )  # fmt: skip
         return self.token_ids
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What a choice changes."""
+        changed = [self.token_ids, self.turn, self.history]
+        return changed if self.seen is None else [*changed, self.seen]
 
 
 @torch.inference_mode()
@@ -73,7 +86,7 @@ def decode(
         decoder = captured_decoder(lm, state, params, vocab_size)
         yield from decoder.tokens(logits, state, prompt_ids, numbers)
         return
-    chooser = Chooser(params, vocab_size, logits.shape[0], lm.device)
+    chooser = Chooser(params, vocab_size, logits.shape[1], logits.shape[0], lm.device)
     chooser.start(prompt_ids)
     while True:
         chooser.draw(numbers)
@@ -100,7 +113,8 @@ class CapturedDecoder:
     def __init__(self, lm: LanguageModel, state: State, params: SamplingParams, vocab_size: int):
         self.lm = lm
         self.state = state.clone()
-        self.chooser = Chooser(params, vocab_size, state.batch, lm.device)
+        self.chooser = Chooser(params, vocab_size, lm.config.vocab_rows, state.batch, lm.device)
+        self.reader = torch.cuda.Stream(lm.device)
         self._capture()
 
     def has_room(self, state: State) -> bool:
@@ -115,7 +129,8 @@ class CapturedDecoder:
         self.state.copy_(state)
         self.chooser.start(prompt_ids)
         self.chooser.draw(numbers)
-        self.chooser.choose(logits)
+        with use_backend(self.lm.backend):
+            self.chooser.choose(logits)
         read = torch.empty(STEPS_AHEAD, state.batch, dtype=torch.long, pin_memory=True)
         on_the_way: deque[tuple[int, torch.cuda.Event]] = deque()
         step = 0
@@ -124,14 +139,18 @@ class CapturedDecoder:
                 if step:
                     self._advance(step, numbers)
                 slot = step % STEPS_AHEAD
-                read[slot].copy_(self.chooser.token_ids, non_blocking=True)
-                arrival = torch.cuda.Event()
-                arrival.record(torch.cuda.current_stream(self.lm.device))
-                on_the_way.append((slot, arrival))
+                on_the_way.append((slot, self._read(slot, read)))
                 step += 1
             slot, arrival = on_the_way.popleft()
             arrival.synchronize()
             yield read[slot].tolist()
+
+    def _read(self, slot: int, read: torch.Tensor) -> torch.cuda.Event:
+        """Copy a choice to `read`, on a stream of its own: the next step need not wait for the copy."""
+        self.reader.wait_stream(torch.cuda.current_stream(self.lm.device))
+        with torch.cuda.stream(self.reader):
+            read[slot].copy_(self.chooser.history[slot], non_blocking=True)
+            return self.reader.record_event()
 
     def _advance(self, step: int, numbers: UniformNumbers) -> None:
         if is_full(self.state):
@@ -142,15 +161,19 @@ class CapturedDecoder:
         count_token(self.state)
 
     def _capture(self) -> None:
+        torch.cuda.current_stream(self.lm.device).wait_stream(self.reader)  # it may be reading the history
         make_static(self.state)
         saved = self.state.clone()
-        kept = self.chooser.token_ids.clone()
+        kept = [tensor.clone() for tensor in self.chooser.tensors()]
+        self.chooser.turn.zero_()  # what is captured also runs, and random numbers may be about to end
         step = step_function(self.lm.model, self.state)
+        pdl = getattr(step, "pdl", False)  # of a step whose kernels end in such launches
 
         def run() -> None:
-            self.chooser.choose(step(self.chooser.token_ids, self.state))
+            self.chooser.choose(step(self.chooser.token_ids, self.state), pdl)
 
         with use_backend(self.lm.backend):
             self.graph = capture(run, self.lm.device)
         self.state.copy_(saved)
-        self.chooser.token_ids.copy_(kept)
+        for tensor, value in zip(self.chooser.tensors(), kept, strict=True):
+            tensor.copy_(value)

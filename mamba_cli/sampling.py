@@ -1,13 +1,13 @@
-"""Choosing the next token from logits.
+"""How the next token is chosen from logits: the user's parameters, and the random numbers.
 
-Nothing here waits for the device or has a shape that depends on the data, so a step can be captured
-in a CUDA graph; randomness comes in as numbers drawn before, so that a seed gives the same text on
-every device (as far as the logits are the same).
+The arithmetic is mamba_kernels.choose_token. Randomness comes in as numbers drawn before, so that a choice
+can be captured in a CUDA graph, and a seed gives the same text on every device (as far as the logits are
+the same).
 """
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from mamba_cli.errors import Mamba2Error
@@ -51,6 +51,11 @@ class SamplingParams:
         """Whether no random number is needed: fp32 cannot divide by less, nor would it matter."""
         return self.temperature < 1e-9
 
+    @property
+    def arguments(self) -> dict[str, float]:
+        """The same as keyword arguments of mamba_kernels.choose_token."""
+        return asdict(self) | ({"temperature": 0.0} if self.greedy else {})
+
 
 class UniformNumbers:
     """A stream of numbers in [0, 1) for each sample, fixed by the seed and the sample's index alone."""
@@ -83,32 +88,6 @@ def sample(
     The token is the first whose cumulative probability, in the order of ids, passes the row's number:
     small differences between devices then move the choice only where the number lies on a boundary.
     """
-    logits = logits[:, :vocab_size]
-    if params.greedy and seen is None and logits.is_cuda:
-        return logits.argmax(-1)  # widening first is the faster way on a CPU only
-    logits = logits.float()
-    if seen is not None and params.repetition_penalty != 1:
-        penalty = params.repetition_penalty
-        logits = logits.where(~seen, (logits / penalty).where(logits > 0, logits * penalty))
-    if params.greedy:
-        return logits.argmax(-1)
-    assert uniform is not None
-    # Relative to the row's largest, no temperature is small enough to overflow.
-    largest = logits.amax(-1, keepdim=True)
-    weights = ((logits - largest) / params.temperature).exp()
-    top_k = min(params.top_k, vocab_size) or vocab_size
-    if params.top_p < 1 or top_k < vocab_size:
-        weights = _nucleus(weights, top_k, params.top_p)
-    if params.min_p > 0:
-        weights = weights.where(weights >= params.min_p, 0)  # the largest weight is 1
-    cumulative = weights.double().cumsum(-1)
-    return (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1)
+    from mamba_kernels.choose_token import choose_token_ref
 
-
-def _nucleus(weights: "torch.Tensor", top_k: int, top_p: float) -> "torch.Tensor":
-    """Set all weights to 0 but the top_k largest, and of those all but the fewest that reach top_p."""
-    candidates = weights.topk(top_k, -1).values.double()
-    cumulative = candidates.cumsum(-1)
-    before = cumulative - candidates
-    kept = candidates.where(before < top_p * cumulative[:, -1:], candidates[:, :1])
-    return weights.where(weights >= kept.amin(-1, keepdim=True), 0)
+    return choose_token_ref(logits, vocab_size=vocab_size, uniform=uniform, seen=seen, **params.arguments)

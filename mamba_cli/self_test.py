@@ -21,6 +21,7 @@ from mamba_kernels.causal_conv1d import (
     causal_conv1d_update,
     causal_conv1d_update_ref,
 )
+from mamba_kernels.choose_token import choose_token, choose_token_ref
 from mamba_kernels.chunk_scan import mamba_chunk_scan_combined, ssd_recurrent_ref
 from mamba_kernels.rmsnorm import add_norm_fn, add_norm_ref, rmsnorm_fn, rmsnorm_ref
 from mamba_kernels.selective_scan import selective_scan_fn, selective_scan_ref
@@ -206,6 +207,29 @@ def _decode_case(
     return Case(operation, partial(decode, True), general, dtype)
 
 
+def _choice_case(operation: str, **options: float) -> Case:
+    """One choice for each of three rows, with a random number far from the edges of the tokens' shares."""
+
+    def inputs(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(3, 64, generator=generator, dtype=torch.float64) * 3
+        uniform = torch.full((1, 3), 0.37, dtype=torch.float64)
+        return logits.to(device, dtype), uniform.to(device)
+
+    def choose(device: torch.device, dtype: torch.dtype) -> Results:
+        logits, uniform = inputs(device, dtype)
+        token_ids, turn = (torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2))
+        choose_token(logits, token_ids, vocab_size=61, turn=turn, uniform=uniform, **options)
+        return [token_ids.double(), turn.double()]
+
+    def reference() -> Results:
+        logits, uniform = inputs(torch.device("cpu"), torch.float64)
+        chosen = choose_token_ref(logits, vocab_size=61, uniform=uniform[0], **options)
+        return [chosen.double(), torch.ones(3, dtype=torch.float64)]
+
+    return Case(operation, choose, reference)
+
+
 CONV = dict(x=(2, 24, 19), weight=(24, 4), bias=(24,), initial_states=(2, 24, 3))
 CONV_UPDATE = dict(x=(2, 24), conv_state=(2, 24, 4), weight=(24, 4), bias=(24,))
 CHUNK_SCAN = dict(
@@ -254,4 +278,7 @@ CASES = (
     # Not bfloat16, which a CPU's linear layers keep in a layout of their own.
     _decode_case("fused decode step, batch 16", batch=16, dtype=torch.float16),
     _decode_case("fused decode step, Mamba-1", batch=2, config=TINY_MAMBA1),
+    _choice_case("choose_token, greedy"),
+    _choice_case("choose_token", temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
+    _choice_case("choose_token, top_p alone", temperature=0.8, top_p=0.9),
 )  # fmt: skip

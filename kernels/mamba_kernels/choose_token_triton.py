@@ -1,0 +1,397 @@
+"""Triton kernels that choose a token: one program a row, which reads the row from the L2 cache.
+
+A row is read in blocks of BLOCK columns. A lane is what lies at one place of all blocks: the lanes' largest
+logits stay in registers, and the few lanes that can hold one of the top_k logits are read again. What they
+hold is compared pair by pair, which sorts nothing and takes the same time for any data. Where there are too
+many (top_k is large or off, or logits are equal), thresholds are searched for over the whole row instead.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mamba_kernels.choose_token import LARGEST_TEMPERATURE
+from mamba_kernels.decode_norm_triton import early_start, start_next, wait_for_previous
+from mamba_kernels.triton_launch import stride_unit
+
+LOG2E = 1.4426950408889634
+# exp2 of less is 0 in float32: what lies as far below the largest logit, as an exponent, has no weight.
+SMALLEST_EXPONENT = 150.0
+NONE = tl.constexpr(2**31 - 1)  # no token has this id
+# Candidates that are compared pair by pair: more of them take longer than a search.
+MOST_CANDIDATES = 512
+
+
+@triton.jit
+def _penalise(x, seen_ptr, ids, mask, penalty):
+    """Logits x, float32, after the repetition penalty."""
+    if seen_ptr is not None:
+        seen = tl.load(seen_ptr + ids, mask=mask, other=0) != 0
+        x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, penalty + tl.zeros_like(x)), x * penalty), x)
+    return x
+
+
+@triton.jit
+def _fetch(logits_ptr, begin, columns, BLOCK: tl.constexpr):
+    """A block as it is stored. Its mask is of all columns, padding too: whole vectors, unlike the tokens."""
+    ids = begin + tl.arange(0, BLOCK)
+    return tl.load(logits_ptr + ids, mask=ids < columns, other=float("-inf"))
+
+
+@triton.jit
+def _prepare(block, seen_ptr, begin, columns, vocab_size, penalty, BLOCK: tl.constexpr):
+    """A block in float32 after the repetition penalty; -inf where there is no token."""
+    ids = begin + tl.arange(0, BLOCK)
+    x = _penalise(block.to(tl.float32), seen_ptr, ids, ids < columns, penalty)
+    if begin + BLOCK > vocab_size:
+        x = tl.where(ids < vocab_size, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _load(logits_ptr, seen_ptr, begin, columns, vocab_size, penalty, BLOCK: tl.constexpr):
+    block = _fetch(logits_ptr, begin, columns, BLOCK)
+    return _prepare(block, seen_ptr, begin, columns, vocab_size, penalty, BLOCK)
+
+
+@triton.jit
+def _finish(token, row, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr):
+    """Put the choice where it belongs and count it."""
+    turn = tl.load(turn_ptr + row)
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(turn_ptr + row, turn + 1)
+    if history_ptr is not None:
+        tl.store(history_ptr + turn % slots * batch + row, token.to(tl.int64))
+    if seen_ptr is not None:
+        tl.store(seen_ptr + row.to(tl.int64) * columns + token, 1)
+
+
+@triton.jit
+def _greedy_kernel(
+    logits_ptr, penalised_ptr, token_ptr, turn_ptr, history_ptr, seen_ptr,
+    columns, vocab_size, batch, slots, stride, penalty,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row of the batch). UNROLL blocks are asked for before the first is looked at."""
+    start_next(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * stride * UNIT
+    columns *= UNIT
+    if penalised_ptr is not None:
+        penalised_ptr += row.to(tl.int64) * columns
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_block = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, vocab_size, UNROLL * BLOCK):
+        blocks = ()
+        for i in tl.static_range(UNROLL):
+            blocks += (_fetch(logits_ptr, begin + i * BLOCK, columns, BLOCK),)
+        for i in tl.static_range(UNROLL):
+            start = begin + i * BLOCK
+            x = _prepare(blocks[i], penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
+            better = (x > best) | ((x != x) & (best == best))  # NaN is above all else
+            best = tl.where(better, x, best)
+            best_block = tl.where(better, start, best_block)
+    # One integer orders the lanes: by the bits of their logit, with 0 for -0, then by the lowest id.
+    bits = (best + 0.0).to(tl.int32, bitcast=True)
+    order = tl.where(best == best, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), 0x7FFFFFFF)
+    top = tl.max((order.to(tl.int64) << 32) | ((best_block + lane) ^ NONE).to(tl.int64), axis=0)
+    token = (top & 0xFFFFFFFF).to(tl.int32) ^ NONE
+    _finish(token, row, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr)
+
+
+@triton.jit
+def _weigh(x, largest, scale):
+    """exp((x - largest) / temperature), where scale is log2(e) / temperature."""
+    return tl.exp2((x - largest) * scale)
+
+
+@triton.jit
+def _threshold(
+    logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, low, bound,
+    MASS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The smallest logit above `low` that has less than `bound` above it, in weight (MASS) or in number.
+
+    `low` itself where all that lies above it has less. Bounds move to logits that exist, so that the search
+    ends as soon as nothing lies between them.
+    """
+    high = largest
+    while low < high:
+        middle = low + (high - low) * 0.5
+        middle = tl.where(middle > low, middle, high)  # they may be neighbours
+        measure = tl.zeros((BLOCK,), tl.float32)
+        above = tl.full((BLOCK,), float("inf"), tl.float32)
+        below = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for begin in range(0, vocab_size, BLOCK):
+            x = _load(logits_ptr, penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
+            is_above = x >= middle
+            measure += tl.where(is_above, _weigh(x, largest, scale) if MASS else 1.0, 0.0)
+            above = tl.minimum(above, tl.where(is_above, x, float("inf")))
+            below = tl.maximum(below, tl.where(is_above, float("-inf"), x))
+        less = tl.sum(measure.to(tl.float64), axis=0) < bound
+        high = tl.where(less, tl.maximum(tl.max(below, axis=0), low), high)
+        low = tl.where(less, low, tl.min(above, axis=0))
+    return low
+
+
+@triton.jit
+def _choose_by_search(
+    logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, reach,
+    uniform, top_k, top_p, min_p,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The choice from the whole row: thresholds first, then the sums of what is kept."""
+    lane = tl.arange(0, BLOCK)
+    low = largest - reach
+    least = min_p
+    if HAS_TOP_K:
+        low = _threshold(
+            logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, low,
+            top_k, False, BLOCK,
+        )  # fmt: skip
+        least = tl.maximum(least, _weigh(low, largest, scale))
+    if HAS_TOP_P:
+        # The sum of exactly top_k weights, of those that equal the last as many as are needed.
+        last = _weigh(low, largest, scale)
+        sums = tl.zeros((BLOCK,), tl.float64)
+        greater = tl.zeros((BLOCK,), tl.int32)
+        equal = tl.zeros((BLOCK,), tl.int32)
+        for begin in range(0, vocab_size, BLOCK):
+            x = _load(logits_ptr, penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
+            w = _weigh(x, largest, scale)
+            sums += tl.where(w > last, w, 0.0).to(tl.float64)
+            greater += (w > last).to(tl.int32)
+            equal += (w == last).to(tl.int32)
+        total = tl.sum(sums, axis=0)
+        needed = tl.sum(equal, axis=0)
+        if HAS_TOP_K:
+            needed = tl.minimum(needed, top_k - tl.sum(greater, axis=0))
+        total += needed.to(tl.float64) * last.to(tl.float64)
+        edge = _threshold(
+            logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, low,
+            top_p * total, True, BLOCK,
+        )  # fmt: skip
+        least = tl.maximum(least, _weigh(edge, largest, scale))
+
+    total = tl.full((), 0.0, tl.float64)
+    for begin in range(0, vocab_size, BLOCK):
+        x = _load(logits_ptr, penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
+        w = _weigh(x, largest, scale)
+        total += tl.sum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
+    target = uniform * total
+    before = tl.full((), 0.0, tl.float64)
+    start = -1  # of the block that passes the target
+    for begin in range(0, vocab_size, BLOCK):
+        x = _load(logits_ptr, penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
+        w = _weigh(x, largest, scale)
+        after = before + tl.sum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
+        start = tl.where((start < 0) & (after > target), begin, start)
+        before = tl.where(start < 0, after, before)
+    x = _load(logits_ptr, penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
+    w = _weigh(x, largest, scale)
+    cumulative = before + tl.cumsum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
+    kept = (w >= least) & (w > 0)
+    token = tl.min(tl.where(kept & (cumulative > target), start + lane, NONE), axis=0)
+    # Blocks and lanes add up in different orders, so that a target on the last boundary may lie beyond.
+    return tl.where(token == NONE, tl.max(tl.where(kept, start + lane, 0), axis=0), token)
+
+
+@triton.jit
+def _choose_by_pairs(
+    x_ptr, id_ptr, count, largest, scale, uniform, top_k, top_p, min_p,
+    HAS_TOP_P: tl.constexpr, ROOM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The choice among `count` candidates in the order of their ids, which hold the top_k."""
+    place = tl.arange(0, ROOM)
+    x = tl.load(x_ptr + place, mask=place < count, other=float("-inf"))
+    ids = tl.load(id_ptr + place, mask=place < count, other=0)
+    w = _weigh(x, largest, scale)
+    greater = tl.zeros((ROOM, CHUNK), tl.int32)
+    mass = tl.zeros((ROOM, CHUNK), tl.float64)
+    for begin in range(0, count, CHUNK):
+        other_place = begin + tl.arange(0, CHUNK)
+        other = tl.load(x_ptr + other_place, mask=other_place < count, other=float("-inf"))
+        other = _weigh(other, largest, scale)
+        is_greater = other[None, :] > w[:, None]
+        greater += is_greater.to(tl.int32)
+        mass += tl.where(is_greater, other[None, :], 0.0).to(tl.float64)
+    rank = tl.sum(greater, axis=1)
+    kept = (rank < top_k) & (w > 0)
+    if HAS_TOP_P:
+        # The sum of exactly top_k weights, of those that equal the last as many as are needed.
+        last = tl.min(tl.where(kept, w, float("inf")), axis=0)
+        needed = tl.minimum(
+            tl.sum((w == last).to(tl.int32), axis=0), top_k - tl.sum((w > last).to(tl.int32), axis=0)
+        )
+        total = tl.sum(tl.where(w > last, w, 0.0).to(tl.float64), axis=0)
+        total += needed.to(tl.float64) * last.to(tl.float64)
+        kept = kept & ((tl.sum(mass, axis=1) < top_p * total) | (rank == 0))
+    kept = kept & (w >= min_p)
+    cumulative = tl.cumsum(tl.where(kept, w, 0.0).to(tl.float64), axis=0)
+    target = uniform * tl.max(tl.where(kept, cumulative, 0.0), axis=0)
+    return tl.min(tl.where(kept & (cumulative > target), ids, NONE), axis=0)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def _sample_kernel(
+    logits_ptr, penalised_ptr, token_ptr, turn_ptr, history_ptr, seen_ptr, uniform_ptr, work_ptr,
+    columns, vocab_size, batch, slots, stride, penalty, scale, reach, top_k, top_p, min_p,
+    UNIT: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, ROOM: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row of the batch).
+
+    ROOM: candidates that are compared pair by pair; 0: the row is always searched. BLOCKS: at least the
+    blocks of a row, a power of two. work: int32 (batch, 3 * ROOM), see below.
+    """
+    start_next(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * stride * UNIT
+    columns *= UNIT
+    if penalised_ptr is not None:
+        penalised_ptr += row.to(tl.int64) * columns
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for begin in range(0, vocab_size, UNROLL * BLOCK):
+        blocks = ()
+        for i in tl.static_range(UNROLL):
+            blocks += (_fetch(logits_ptr, begin + i * BLOCK, columns, BLOCK),)
+        for i in tl.static_range(UNROLL):
+            start = begin + i * BLOCK
+            x = _prepare(blocks[i], penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
+            best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
+    largest = tl.max(tl.where(best == best, best, float("inf")), axis=0)
+    uniform = tl.load(uniform_ptr + tl.load(turn_ptr + row) * batch + row)
+
+    token = 0
+    if (largest > float("-inf")) & (largest < float("inf")):
+        search = True
+        if ROOM > 0:
+            # A logit that top_k lanes reach is not above the last of the top_k. Halve until that many reach
+            # it but few more, as other logits of these lanes are candidates, too.
+            low = largest - reach
+            high = largest
+            count = tl.sum((best >= low).to(tl.int32), axis=0)
+            rounds = 0
+            while (count > ROOM // 4 * 3) & (rounds < 30):
+                middle = low + (high - low) * 0.5
+                reaching = tl.sum((best >= middle).to(tl.int32), axis=0)
+                enough = reaching >= top_k
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle)
+                count = tl.where(enough, reaching, count)
+                rounds += 1
+            # No weight below may equal that of a logit above, by rounding: take what lies as near as well.
+            low -= (largest - low + reach) * (2.0**-20)
+            active = best >= low
+            count = tl.sum(active.to(tl.int32), axis=0)
+            if count <= ROOM:
+                # The lanes, in order; then from all their blocks the candidates, in the order of ids.
+                lanes_ptr = work_ptr + row * (3 * ROOM)
+                id_ptr = lanes_ptr + ROOM
+                x_ptr = (id_ptr + ROOM).to(tl.pointer_type(tl.float32), bitcast=True)
+                tl.store(lanes_ptr + tl.cumsum(active.to(tl.int32), axis=0) - 1, lane, mask=active)
+                tl.debug_barrier()
+                place = tl.arange(0, ROOM)
+                lanes = tl.load(lanes_ptr + place, mask=place < count, other=0)
+                ids = tl.arange(0, BLOCKS)[:, None] * BLOCK + lanes[None, :]
+                mask = (place < count)[None, :] & (ids < vocab_size)
+                x = tl.load(logits_ptr + ids, mask=mask, other=float("-inf")).to(tl.float32)
+                x = _penalise(x, penalised_ptr, ids, mask, penalty)
+                x = tl.reshape(x, (BLOCKS * ROOM,))
+                ids = tl.reshape(ids, (BLOCKS * ROOM,))
+                is_candidate = x >= low
+                count = tl.sum(is_candidate.to(tl.int32), axis=0)
+                place = tl.cumsum(is_candidate.to(tl.int32), axis=0) - 1
+                if count <= ROOM:
+                    search = False
+                    tl.store(id_ptr + place, ids, mask=is_candidate)
+                    tl.store(x_ptr + place, x, mask=is_candidate)
+                    tl.debug_barrier()
+                    token = _choose_by_pairs(
+                        x_ptr, id_ptr, count, largest, scale, uniform, top_k, top_p, min_p,
+                        HAS_TOP_P, ROOM, CHUNK,
+                    )  # fmt: skip
+        if search:
+            token = _choose_by_search(
+                logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, reach,
+                uniform, top_k, top_p, min_p, HAS_TOP_K, HAS_TOP_P, BLOCK,
+            )  # fmt: skip
+    _finish(token, row, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr)
+
+
+def config_for(logits: torch.Tensor) -> dict[str, int]:
+    """Block sizes: 16 bytes a thread and load, and the row of a vocabulary of 50,000 in one go."""
+    warps = 16
+    return {"BLOCK": 32 * warps * 16 // max(2, logits.element_size()), "UNROLL": 8, "num_warps": warps}
+
+
+def launch_greedy(
+    logits: torch.Tensor,
+    vocab_size: int,
+    penalised: torch.Tensor | None,
+    penalty: float,
+    token_ids: torch.Tensor,
+    turn: torch.Tensor,
+    history: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    pdl: bool,
+    config: dict[str, Any] | None,
+) -> None:
+    """Take the largest of each row."""
+    batch = logits.shape[0]
+    unit = stride_unit(logits.stride(0), logits.shape[1])
+    with torch.cuda.device_of(logits):
+        _greedy_kernel[(batch,)](
+            logits, _as_bytes(penalised), token_ids, turn, history, _as_bytes(seen),
+            logits.shape[1] // unit, vocab_size, batch, 1 if history is None else history.shape[0],
+            logits.stride(0) // unit, penalty,
+            UNIT=unit, **(config or config_for(logits)), **early_start(pdl, logits),
+        )  # fmt: skip
+
+
+def launch_sample(
+    logits: torch.Tensor,
+    vocab_size: int,
+    penalised: torch.Tensor | None,
+    penalty: float,
+    token_ids: torch.Tensor,
+    turn: torch.Tensor,
+    history: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    uniform: torch.Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    pdl: bool,
+    config: dict[str, Any] | None,
+) -> None:
+    """Sample each row; allocates a work area for the candidates."""
+    batch = logits.shape[0]
+    unit = stride_unit(logits.stride(0), logits.shape[1])
+    config = {"CHUNK": 32} | (config or config_for(logits))
+    has_top_k = 0 < top_k < vocab_size
+    room = max(128, triton.next_power_of_2(2 * top_k)) if has_top_k else 0
+    room = 0 if room > MOST_CANDIDATES else room
+    scale = LOG2E / min(temperature, LARGEST_TEMPERATURE)
+    work = torch.empty(batch, 3 * room, dtype=torch.int32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        _sample_kernel[(batch,)](
+            logits, _as_bytes(penalised), token_ids, turn, history, _as_bytes(seen), uniform, work,
+            logits.shape[1] // unit, vocab_size, batch, 1 if history is None else history.shape[0],
+            logits.stride(0) // unit, penalty,
+            scale, SMALLEST_EXPONENT / scale, top_k, top_p, min_p,
+            UNIT=unit, HAS_TOP_K=has_top_k, HAS_TOP_P=top_p < 1, ROOM=room,
+            BLOCKS=triton.next_power_of_2(triton.cdiv(vocab_size, config["BLOCK"])),
+            **config, **early_start(pdl, logits),
+        )  # fmt: skip
+
+
+def _as_bytes(flags: torch.Tensor | None) -> torch.Tensor | None:
+    return None if flags is None else flags.view(torch.uint8)
