@@ -197,7 +197,7 @@ def _decode_case(
     def decode(fused: bool, device: torch.device, dtype: torch.dtype) -> Results:
         lm = random_model(config, str(device), str(dtype).removeprefix("torch."), backend="torch")
         model, state = lm.model, lm.init_state(batch)
-        step = step_function(model, batch) if fused else lambda ids, state: model.head(model.step(ids, state))
+        step = step_function(model, state) if fused else lambda ids, state: model.head(model.step(ids, state))
         token_ids = torch.arange(batch, device=device)
         with torch.no_grad():
             logits = [step(token_ids + shift, state).clone() for shift in (0, 1)]

@@ -1,5 +1,7 @@
 """The fused decode step of Mamba-1 is the general step, for every configuration it says it serves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from mamba1_testing import MAMBA1, MAMBA1_VARIANTS
 from mamba_cli.fused_step import FusedStep
 from mamba_cli.fused_step_mamba1 import FusedStepMamba1
 from mamba_cli.load import random_model
-from mamba_cli.step_graph import step_function
+from mamba_cli.step_graph import StepGraph, step_function
 from mamba_cli.weights import random_tensors
 from mamba_kernels.backend import use_backend
 from mamba_kernels.decode_layer import MANY_ROWS
@@ -52,10 +54,16 @@ def test_fused_step_is_the_general_step(name, backend, batch, device, nan_filled
     assert_states_agree(fused_state, state, 1e-5)
 
 
-@pytest.mark.parametrize("batch", [2, MANY_ROWS])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("ssm_dtype", [torch.float32, torch.float16])
-def test_a_float16_model_is_near_the_recurrence(backend, ssm_dtype, batch, device, nan_filled_empty):
+@pytest.mark.parametrize(
+    ("backend", "batch", "ssm_dtype"),
+    [
+        ("torch", 2, torch.float16),
+        ("torch", MANY_ROWS, torch.float32),
+        ("triton", 2, torch.float32),
+        ("triton", MANY_ROWS, torch.float16),
+    ],
+)
+def test_a_float16_model_is_near_the_recurrence(backend, batch, ssm_dtype, device, nan_filled_empty):
     config = MAMBA1_VARIANTS["falcon"]
     ids = ids_for(config, batch, length=4)
     expected = oracle_logits(config, random_tensors(config), ids)
@@ -66,3 +74,21 @@ def test_a_float16_model_is_near_the_recurrence(backend, ssm_dtype, batch, devic
         with use_backend(backend), torch.inference_mode():
             logits = fused(ids[:, t].to(device), state)
         assert distance(logits, expected[:, t].to(device)) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_early_starts_change_no_bit(batch, monkeypatch):
+    """In a graph, as decoding runs them, and launched one after the other without any."""
+    config = replace(MAMBA1, d_model=256, d_inner=512, d_ssm=512, dt_rank=16, n_layer=6)
+    lm, ids = random_model(config, device="cuda", dtype="bfloat16"), ids_for(config, batch).cuda()
+    state = lm.init_state(batch)
+    graph = StepGraph(lm.model, state)
+    with torch.inference_mode():
+        replayed = [graph(ids[:, t]).clone() for t in range(8)]
+    for module in ("decode_linear_triton", "decode_mamba1_triton"):
+        monkeypatch.setattr(f"mamba_kernels.{module}.early_start", lambda pdl, tensor: {"PDL": False})
+    state, fused = lm.init_state(batch), FusedStepMamba1(lm.model, batch)
+    with torch.inference_mode():
+        for t in range(8):
+            assert torch.equal(fused(ids[:, t], state), replayed[t])
