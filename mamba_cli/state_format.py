@@ -1,14 +1,15 @@
 """How a model keeps its SSM states: what the user asks for, and the format of each layer that follows."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from mamba_cli import state_recipe
 from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
+from mamba_cli.state_recipe import RECOMMENDED, choose_heads
 from mamba_kernels.packed_state import ROUNDINGS, STATE_DTYPES, LayerFormat
 
 # Formats that, with no words after them, are a plain tensor, rewritten whole at every token.
@@ -16,6 +17,8 @@ PLAIN_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What a plain tensor's dtype is called.
 PLAIN_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LARGEST_WINDOW = 64
+# Rounding and window of a format that rounds nothing.
+UNROUNDED = ("nearest", 8)
 CONV_FORMATS = ("auto", "bf16", "fp8", "int8")
 HINT = "for example int8, or with words after it int8:nearest:1 (rounding, window), int4:outer, int8:uniform"
 
@@ -105,9 +108,11 @@ def layer_seed(seed: int, index: int) -> int:
 
 
 def _layer_format(config: ModelConfig, lives: torch.Tensor, spec: StateSpec, seed: int) -> LayerFormat:
-    rounding, window = spec.rounding or "stochastic", spec.window or 8
-    heads = (spec.dtype,) * (1 if config.layer == "Mamba1" else config.nheads)
-    return LayerFormat(heads, rounding, window, seed)
+    rounding, window = RECOMMENDED.get(spec.dtype, UNROUNDED)
+    window = spec.window or window
+    lives = lives[None] if config.layer == "Mamba1" else lives  # its channels count as one head
+    heads = (spec.dtype,) * len(lives) if spec.uniform else choose_heads(lives, spec.dtype, window)
+    return LayerFormat(heads, spec.rounding or rounding, window, seed)
 
 
 def half_lives(A_log: torch.Tensor, dt_bias: torch.Tensor, dt_limit: tuple[float, float]) -> torch.Tensor:
@@ -121,5 +126,4 @@ def half_lives(A_log: torch.Tensor, dt_bias: torch.Tensor, dt_limit: tuple[float
     The result is float64 in A_log's shape; infinite where nothing decays.
     """
     dt = F.softplus(dt_bias.double()).clamp(*dt_limit)
-    rate = A_log.double().exp() * dt.reshape(-1, *[1] * (A_log.dim() - 1))
-    return math.log(2) / rate
+    return state_recipe.half_lives(-A_log.double().exp(), dt)

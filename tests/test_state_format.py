@@ -6,7 +6,7 @@ import torch
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.state_format import LARGEST_WINDOW, StateSpec, parse_state_spec, recommended_format
 from mamba_kernels.packed_state import STATE_DTYPES
-from model_testing import BASE, VARIANTS, make
+from model_testing import BASE, VARIANTS, make, variant
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,17 @@ def test_a_format_has_a_layer_for_each_of_the_model():
 def test_column_scales_without_a_calibration_are_refused():
     with pytest.raises(Mamba2Error, match="int8:outer: expected calibrated column scales"):
         make(BASE).with_state("int8:outer")
+
+
+def test_a_head_that_remembers_long_is_kept_in_more_bits():
+    lives = torch.tensor([2.0, 5.0, 1e6, 1e9])
+    (layer,) = recommended_format(BASE, [lives], parse_state_spec("int4")).layers
+    assert layer.heads[:2] == ("int4", "int4") and "int4" not in layer.heads[2:]
+    (uniform,) = recommended_format(BASE, [lives], parse_state_spec("int4:uniform")).layers
+    assert uniform.heads == ("int4",) * 4
+
+
+def test_the_channels_of_mamba1_are_one_head():
+    config = variant(layer="Mamba1", headdim=1, dt_rank=4, rmsnorm=False)
+    lm = make(config).with_state("int8")
+    assert [len(layer.heads) for layer in lm.state_format.layers] == [1, 1]
