@@ -1,0 +1,301 @@
+"""What an SSM state in few bits costs: on a text, on heads that remember long, and by a head's half-life.
+
+    python benchmarks/state_formats.py text int8 int8:nearest:1 int4:uniform --window 1024 --windows 48
+    python benchmarks/state_formats.py stress
+    python benchmarks/state_formats.py half-lives
+
+A format is a dtype and, in any order, a rounding, a window and "uniform" (all heads in this dtype; without
+it the heads are chosen by mamba_cli.state_recipe) or "outer" (column scales, calibrated on the text's end).
+Formats that only stand here for comparison: int5, int6 and int16.
+
+These are the decode step's numbers: a state that is written every `window` tokens is what a prefill of
+`window` tokens continues, so tokens are read in blocks, which is faster than the step by as much. Only the
+stagger is left out: here all heads are written after the same token.
+"""
+
+import argparse
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from mamba_cli.language_model import LanguageModel
+from mamba_cli.load import load_model
+from mamba_cli.state_recipe import RECOMMENDED, choose_heads, half_lives, predicted_error
+from mamba_kernels import state_codes
+from mamba_kernels.state_codes import FORMATS, decode, encode, rounding_keys
+
+HEADDIM, D_STATE = 4, 128  # of the simulated heads: rows are what counts, four of them are an average
+EXTRA_BITS = {"int5": 5, "int6": 6, "int16": 16}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format as the command line names it."""
+
+    name: str
+    dtype: str
+    rounding: str
+    window: int
+    uniform: bool
+    outer: bool
+
+    @staticmethod
+    def parse(name: str) -> "Format":
+        dtype, *words = name.split(":")
+        rounding, window = RECOMMENDED.get(dtype, ("stochastic", 8))
+        rounding = next((word for word in words if word in state_codes.ROUNDINGS), rounding)
+        window = next((int(word) for word in words if word.isdigit()), window)
+        uniform = "uniform" in words or dtype not in RECOMMENDED
+        return Format(name, dtype, rounding, window, uniform, "outer" in words)
+
+    def heads(self, lives: torch.Tensor) -> tuple[str, ...]:
+        """The dtype of each head of a layer, given the half-lives (nheads,) of its heads."""
+        return (self.dtype,) * len(lives) if self.uniform else choose_heads(lives, self.dtype, self.window)
+
+
+class Rounder:
+    """Rounds states (batch, nheads, headdim, d_state) to what their heads are stored in, and back."""
+
+    def __init__(self, heads: tuple[str, ...], rounding: str, seed: int = 0):
+        self.groups = {
+            dtype: [h for h, own in enumerate(heads) if own == dtype] for dtype in dict.fromkeys(heads)
+        }
+        self.rounding, self.seed, self.count = rounding, seed, 0
+
+    def __call__(self, state: torch.Tensor) -> torch.Tensor:
+        rounded = torch.empty_like(state)
+        for dtype, heads in self.groups.items():
+            part = state[:, heads]
+            rounded[:, heads] = self._round(part.flatten(0, 1), dtype).view_as(part)
+        self.count += 1
+        return rounded
+
+    def _round(self, rows: torch.Tensor, dtype: str) -> torch.Tensor:
+        if dtype in EXTRA_BITS:
+            return _round_integers(rows, EXTRA_BITS[dtype], self.rounding)
+        keys = None
+        if self.rounding == "stochastic":
+            index = torch.arange(len(rows), dtype=torch.int32)
+            keys = rounding_keys(self.seed, torch.full_like(index, self.count), index)
+        return decode(*encode(rows, dtype, keys), dtype, rows.shape[-1])
+
+
+def _round_integers(rows: torch.Tensor, bits: int, rounding: str) -> torch.Tensor:
+    scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-30) / ((1 << bits - 1) - 1)
+    up = 0.5 if rounding == "nearest" else torch.rand(rows.shape)
+    return torch.floor(rows / scale + up) * scale
+
+
+def bits_of(heads: list[str]) -> float:
+    """Mean bits of an element."""
+    return sum(EXTRA_BITS.get(dtype) or FORMATS[dtype].bits for dtype in heads) / len(heads)
+
+
+def text(options: argparse.Namespace) -> None:
+    """Change of perplexity and of a token's NLL against the fp32 state, read in windows of a text."""
+    lm = load_model(options.model, device="cpu", dtype=options.dtype)
+    ids = torch.tensor(lm.tokenizer.encode(Path(options.text).read_text(encoding="utf-8")))
+    windows = ids[: (len(ids) - 1) // options.window * options.window].view(-1, options.window)
+    chosen = [int(i * len(windows) / options.windows) for i in range(options.windows)]
+    rows = torch.stack([ids[i * options.window :][: options.window + 1] for i in chosen])
+    calibration = ids[-8 * 1024 :].view(8, 1024)
+    lives = [half_lives(block.mixer.A, F.softplus(block.mixer.dt_bias)) for block in lm.model.blocks]
+    if options.calibrate:
+        lives = text_half_lives(lm, calibration)
+    columns = text_columns(lm, calibration)
+    reference = read(lm, rows, 64, None, columns=None)
+    print(f"{len(reference)} tokens, perplexity with an fp32 state {reference.mean().exp():.4f}")
+    print("format                       bits  change of perplexity  mean |change of NLL|  by quarter")
+    for name in options.formats:
+        begin, kind = time.perf_counter(), Format.parse(name)
+        heads = [kind.heads(of_layer) for of_layer in lives]
+        rounders = [Rounder(layer, kind.rounding, seed) for seed, layer in enumerate(heads)]
+        change = read(lm, rows, kind.window, rounders, columns if kind.outer else None) - reference
+        error = 100 * change.std() / math.sqrt(len(change))
+        quarters = " ".join(f"{q.mean():.4f}" for q in change.abs().view(len(rows), -1).chunk(4, 1))
+        print(
+            f"{name:27} {bits_of([h for layer in heads for h in layer]):5.2f}  "
+            f"{100 * torch.expm1(change.mean()):+.4f}% +- {error:.4f}  {change.abs().mean():.5f}  "
+            f"{quarters}  {dict(Counter(h for layer in heads for h in layer))} "
+            f"{time.perf_counter() - begin:.0f} s",
+            flush=True,
+        )
+
+
+@torch.inference_mode()
+def read(
+    lm: LanguageModel,
+    rows: torch.Tensor,
+    window: int,
+    rounders: list[Rounder] | None,
+    columns: list[torch.Tensor] | None,
+) -> torch.Tensor:
+    """NLL of each token of rows (sequences, length + 1) after the first, states rounded every `window`."""
+    nll = []
+    for batch in rows.split(8):
+        state = lm.init_state(len(batch))
+        hidden = []
+        for block in batch[:, :-1].split(window, 1):
+            hidden.append(lm.model.prefill(block, state))
+            for layer, rounder in enumerate(rounders or ()):
+                ssm = state.layers[layer].ssm
+                factor = columns[layer][:, None] if columns else 1.0
+                ssm.copy_(rounder(ssm / factor) * factor)
+        # The head of all positions at once would be the largest tensor by far.
+        for wanted, seen in zip(batch[:, 1:], torch.cat(hidden, 1), strict=True):
+            for ids, part in zip(wanted.split(256), seen.split(256), strict=True):
+                logits = lm.logits(part)[:, : lm.config.vocab_size].float()
+                nll.append(F.cross_entropy(logits, ids, reduction="none").double())
+    return torch.cat(nll)
+
+
+@torch.inference_mode()
+def text_half_lives(lm: LanguageModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Half-lives (nheads,) of each layer, by the mean step size on ids (sequences, length)."""
+    lives: list[torch.Tensor] = []
+    state, hidden, residual = lm.init_state(len(ids)), F.embedding(ids, lm.model.embedding), None
+    for block, memory in zip(lm.model.blocks, state.layers, strict=True):
+        mixer = block.mixer
+        seen = []
+
+        def mix(u, memory, mixer=mixer, seen=seen):
+            seen.append(u)
+            return mixer.prefill(u, memory)
+
+        hidden, residual = block(hidden, residual, mix, memory)
+        dt = mixer.in_proj(seen[0])[..., -lm.config.nheads :] + mixer.dt_bias
+        lives.append(half_lives(mixer.A, F.softplus(dt).mean((0, 1))))
+    return lives
+
+
+@torch.inference_mode()
+def text_columns(lm: LanguageModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Root mean square (nheads, d_state) of each column of rows of length one, mean 1 over a row."""
+    state = lm.init_state(len(ids))
+    squares = [0.0] * len(state.layers)
+    for block in ids.split(16, 1):
+        lm.model.prefill(block, state)
+        for layer, memory in enumerate(state.layers):
+            squares[layer] += F.normalize(memory.ssm, dim=-1).square().mean((0, 2))
+    return [(s / s.mean(-1, keepdim=True)).sqrt().clamp(min=1e-3) for s in squares]
+
+
+STEADY = {
+    "steady": "the same x and B at every token",
+    "mixed": "noise as large as x and B on both",
+    "remembered": "one token of the size of the final state, then the same small x and another B",
+}
+
+
+def inputs(case: str, tokens: int, half_life: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """x (HEADDIM,) and B (D_STATE,) of each token, float64."""
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=random)
+
+    x, B, first = normal(HEADDIM), normal(D_STATE), normal(D_STATE)
+    for token in range(tokens):
+        if case == "mixed":
+            yield x + normal(HEADDIM), B + normal(D_STATE)
+        elif case == "random":
+            yield normal(HEADDIM), normal(D_STATE)
+        elif case == "remembered" and token == 0:
+            yield x * half_life / math.log(2), first
+        else:
+            yield x, B
+
+
+def follow(
+    case: str, tokens: int, lives: torch.Tensor, heads: tuple[str, ...], rounding: str, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Relative errors of the state and of what is read from it, (windows, nheads), after each window.
+
+    Every head gets the same inputs; head h forgets half in lives[h] tokens. The error is against float64.
+    """
+    decay = 2.0 ** (-1 / lives.double())
+    ages = decay[:, None] ** torch.arange(window - 1, -1, -1)
+    kept = (decay**window)[:, None, None]
+    exact = torch.zeros(len(heads), HEADDIM, D_STATE, dtype=torch.float64)
+    stored, rounder = exact.float(), Rounder(heads, rounding)
+    stream = inputs(case, tokens, float(lives.max()))
+    C = torch.randn(D_STATE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    of_state, of_output = [], []
+    for _ in range(tokens // window):
+        x, B = (torch.stack(t) for t in zip(*(next(stream) for _ in range(window)), strict=True))
+        update = torch.einsum("hw,wp,wn->hpn", ages, x, B)
+        exact = exact * kept + update
+        stored = rounder((stored * kept.float() + update.float())[None])[0]
+        error = stored - exact
+        of_state.append(error.flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1))
+        of_output.append((error @ C).norm(dim=1) / (exact @ C).norm(dim=1))
+    return torch.stack(of_state), torch.stack(of_output)
+
+
+def stress(options: argparse.Namespace) -> None:
+    """Heads of a long half-life and small updates: formats all heads share, and what the recipes take."""
+    life, tokens = options.half_life, options.tokens
+    print(f"relative error in %, by quarter of {tokens} tokens, half-life {life:g} tokens: state | output")
+    for case, meaning in STEADY.items():
+        print(f"{case}: {meaning}")
+        for window in (1, 8, 16):
+            taken = [choose_heads(torch.tensor([life]), base, window)[0] for base in ("int8", "fp8", "int4")]
+            print(f"  window {window}: in the recipes of int8, fp8 and int4 {', '.join(taken)}")
+            for rounding in state_codes.ROUNDINGS:
+                heads = ("int8", "fp8", "int4", "bf16", "fp16", "int16", "fp32")
+                errors = follow(case, tokens, torch.full((len(heads),), life), heads, rounding, window)
+                for head, dtype in enumerate(heads):
+                    parts = [[q.square().mean().sqrt() for q in e[:, head].chunk(4)] for e in errors]
+                    text = " | ".join(" ".join(f"{100 * q:7.3f}" for q in part) for part in parts)
+                    print(f"  {rounding:10} {window:2} {dtype:5} {text}", flush=True)
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Errors that random inputs leave at half-lives of 1 to 10,000 tokens, beside the recipe's formula."""
+    lives = torch.tensor([1.0, 3, 10, 30, 60, 100, 300, 1000, 3000, 10000])
+    window, tokens = 8, 30_000
+    print(f"relative error of the state in %, last third of {tokens} tokens, window {window}")
+    print("half-life".ljust(16), *(f"{life:8g}" for life in lives.tolist()))
+    for dtype in ("int4", "fp8", "int8", "fp16"):
+        found = {"predicted": predicted_error(lives, dtype, window)}
+        for rounding in state_codes.ROUNDINGS:
+            errors, _ = follow("random", tokens, lives, (dtype,) * len(lives), rounding, window)
+            found[rounding] = errors[2 * len(errors) // 3 :].square().mean(0).sqrt()
+        for name, values in found.items():
+            print(f"{dtype:5} {name:10}", *(f"{100 * e:8.3f}" for e in values.tolist()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    on_text = commands.add_parser("text", help=text.__doc__)
+    on_text.add_argument("formats", nargs="+")
+    on_text.add_argument("--model", default="demo")
+    on_text.add_argument("--text", required=True, help="a text file")
+    on_text.add_argument("--dtype", default="float32")
+    on_text.add_argument("--window", type=int, default=1024, help="tokens of a window")
+    on_text.add_argument("--windows", type=int, default=48)
+    on_text.add_argument(
+        "--calibrate", action="store_true", help="half-lives by the text's end, not by dt_bias"
+    )
+    on_text.set_defaults(run=text)
+    on_stress = commands.add_parser("stress", help=stress.__doc__)
+    on_stress.add_argument("--half-life", type=float, default=10_000)
+    on_stress.add_argument("--tokens", type=int, default=20_000)
+    on_stress.set_defaults(run=stress)
+    commands.add_parser("half-lives", help=sweep.__doc__).set_defaults(run=sweep)
+    options = parser.parse_args()
+    with torch.inference_mode():
+        options.run(options)
+
+
+if __name__ == "__main__":
+    main()
