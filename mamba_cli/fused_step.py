@@ -9,6 +9,7 @@ from mamba_kernels.decode_layer import (
     MANY_ROWS,
     embed_step,
     in_proj_step,
+    library_rows,
     lm_head_step,
     normalise_step,
     out_proj_step,
@@ -36,12 +37,15 @@ class FusedStep:
         # A product that is not normalised yet can pass float16's range.
         scaled_dtype = torch.float32 if dtype == torch.float16 else dtype
         self.hidden = NormBuffers.empty(batch, config.d_model, scaled_dtype, device)
-        self.product = self.gated_rows = None
-        if batch >= MANY_ROWS:
+        # Whole rows for the library: of its product in the layers, of the gated norm, of the head.
+        self.product = self.gated_rows = self.head_rows = None
+        if batch >= library_rows(config.d_model, dtype):
             self.hidden = NormBuffers(buffer(batch, config.d_model), None)
             self.product = buffer(batch, config.d_model)
             if config.ngroups > 1 or scaled_dtype != dtype:
                 self.gated_rows = buffer(batch, config.d_ssm)
+        elif batch >= MANY_ROWS:
+            self.head_rows = buffer(batch, config.d_model)
         self.gated = NormBuffers.empty(batch, config.d_ssm, scaled_dtype, device)
         self.residual = buffer(batch, config.d_model, wide_dtype(dtype) if config.residual_in_fp32 else dtype)
         # Rows that begin on a cache line can be read in whole vectors, whatever their length.
@@ -112,6 +116,8 @@ class FusedStep:
                 product=self.product,
                 pdl=self.pdl,
             )
+        if self.head_rows is not None:
+            normed = normalise_step(normed, self.head_rows, pdl=self.pdl)
         lm_head_step(normed, model.head.weight, self.logits, pdl=self.pdl)
         advance_positions(state.packed)
         state.seqlen += 1

@@ -9,11 +9,11 @@
 
 (Mamba-2, https://arxiv.org/abs/2405.21060, section 7 and figure 6, right.)
 
-A few rows of a batch: a normalised row travels between them in two factors, as a `Normed` (see
-decode_norm), and each line above is one kernel. Many rows: the projections are the library's matrix
-products, and their ends, the convolution and the residual with the next norm, are kernels of their own.
-The caller chooses by the `NormBuffers` it gives to embed_step and out_proj_step: without `squares` rows are
-normalised whole, and rows that are whole and of the weight's dtype are multiplied by the library.
+With our own products a normalised row travels between them in two factors, as a `Normed` (see
+decode_norm), and each line above is one kernel. With the library's, from `library_rows` on, their ends, the
+convolution and the residual with the next norm, are kernels of their own. The caller chooses by the
+`NormBuffers` it gives to embed_step and out_proj_step: without `squares` rows are normalised whole, and rows
+that are whole and of the weight's dtype are multiplied by the library.
 
 Every function writes into buffers of its caller and neither allocates nor waits for the device, so that the
 chain can be captured. `pdl=True` lets each kernel load its weights and its layer's state while the kernel
@@ -33,8 +33,18 @@ from mamba_kernels.backend import backend_for
 from mamba_kernels.checks import check, check_device, check_rows, check_shape, check_slots
 from mamba_kernels.decode_norm import NormBuffers, Normed, normalise
 
-# Rows of a batch from which on the library's products are faster.
+# Rows of a batch from which on the library's products are faster than ours on the ordinary cores.
 MANY_ROWS = 9
+# The same for ours on the tensor cores, in a Mamba-2 layer of 16-bit weights: up to this d_model, and above.
+LIBRARY_ROWS = 9
+WIDE, LIBRARY_ROWS_WIDE = 1536, 9
+
+
+def library_rows(d_model: int, dtype: torch.dtype) -> int:
+    """Rows of a batch from which on a Mamba-2 layer is faster with the library's products (on an H200)."""
+    if dtype.itemsize > 2:  # as float32 our products would not run on the tensor cores
+        return MANY_ROWS
+    return LIBRARY_ROWS if d_model <= WIDE else LIBRARY_ROWS_WIDE
 
 
 def embed_step(

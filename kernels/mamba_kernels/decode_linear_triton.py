@@ -1,10 +1,7 @@
 """Launcher of the decode step's projections, y = normalised @ weight.T (+ bias), and what is fused to them.
 
-The kernel ends in one of these epilogues:
-
-    "store"     out = y
-    "conv"      the same, but the columns of x, B and C first go through the causal convolution and SiLU
-    "residual"  residual += y, and the next `Normed` is made of it
+A few rows are multiplied by the ordinary cores, many by the tensor cores; what follows the product is the
+same (decode_epilogue_triton).
 """
 
 from typing import Any, NamedTuple
@@ -13,27 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
+from mamba_kernels import decode_matmul_triton, decode_matvec_triton
+from mamba_kernels.backend import interpreting
 from mamba_kernels.decode_conv_triton import Convolution
-from mamba_kernels.decode_matvec_triton import matvec_kernel
 from mamba_kernels.decode_norm import Normed
 from mamba_kernels.decode_norm_triton import early_start
 
-
-def config_for(batch: int, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Block sizes of a projection.
-
-    A program asks for 24 blocks of its rows of the weight, 12 KB a warp, while the kernel ahead still
-    runs. 8 rows a program share what is done once for all rows, where they are short or there are very
-    many of them; elsewhere 4 rows, to have more of each under way.
-    """
-    warps = 1 if in_features <= 4096 else 2
-    block_k = warps * (512 // dtype.itemsize)
-    short = in_features <= 1024 and out_features >= 2048
-    rows = 8 if batch > 2 or short or out_features >= 32768 else 4
-    return {
-        "BLOCK_M": min(8, triton.next_power_of_2(batch)), "BLOCK_N": rows, "BLOCK_K": block_k,
-        "PREFETCH": min(triton.cdiv(in_features, block_k), 24 // rows), "num_warps": warps,
-    }  # fmt: skip
+# Rows of a batch from which on the tensor cores are faster.
+MATMUL_ROWS = 9
 
 
 class Residual(NamedTuple):
@@ -68,26 +52,44 @@ def launch_linear(
     scaled, squares, eps = normed
     batch, in_features = scaled.shape
     out_features = weight.shape[0]
-    config = config or config_for(batch, out_features, in_features, weight.dtype)
+    # A configuration is for the kernel whose entries it has.
+    matmul = batch >= MATMUL_ROWS if config is None else "SLICES" in config
+    kernels = decode_matmul_triton if matmul else decode_matvec_triton
+    config = config or kernels.config_for(batch, out_features, in_features, weight.dtype)
+    tiles = triton.cdiv(out_features, config["BLOCK_N"])
     groups, parts = (0, 0) if squares is None else squares.shape[1:]
     epilogue = "store"
     if conv.state is not None:
         epilogue = "conv"
     elif residual.stream is not None:
         epilogue = "residual"
-    packed = weight.dtype.itemsize == 2 and in_features % 2 == 0 and weight.storage_offset() % 2 == 0
-    tiles = triton.cdiv(out_features, config["BLOCK_N"])
+    tensors = scaled, squares, weight, bias, out, *conv[:4], *residual
+    scalars = (
+        batch, out_features, parts, eps,
+        scaled.stride(0), 0 if squares is None else squares.stride(0),
+        0 if out is None else out.stride(0), *conv.scalars(), *residual.scalars(),
+    )  # fmt: skip
+    options = {
+        "K": in_features, "EPILOGUE": epilogue, "GROUPS": groups,
+        "D_CONV": 1 if conv.state is None else conv.state.shape[2], **early_start(pdl, scaled),
+    }  # fmt: skip
     with torch.cuda.device_of(scaled):
-        matvec_kernel[(tiles, triton.cdiv(batch, config["BLOCK_M"]))](
-            scaled, squares, weight.view(torch.int32) if packed else weight,
-            bias, out, *conv[:4], *residual, batch, out_features, parts, eps,
-            scaled.stride(0), 0 if squares is None else squares.stride(0),
-            0 if out is None else out.stride(0), *conv.scalars(), *residual.scalars(),
-            K=in_features, EPILOGUE=epilogue, D_CONV=1 if conv.state is None else conv.state.shape[2],
-            GROUPS=groups, PACKED=packed, PER_THREAD=16 // weight.dtype.itemsize,
-            ELEMENT=tl.float16 if weight.dtype == torch.float16 else tl.bfloat16,
-            # Room for the smallest tiles of the kernel ahead, so that its tiles do not matter here.
-            BLOCK_PARTS=triton.next_power_of_2(max(parts, in_features // 4, 1)),
-            **config, **early_start(pdl, scaled),
-        )  # fmt: skip
+        if matmul:
+            kernels.matmul_kernel[(tiles * triton.cdiv(batch, config["BLOCK_M"]),)](
+                *tensors, *scalars, **options, **config,
+                # Several groups have several scales; a wider type may hold what the weight's cannot.
+                SCALE_FIRST=groups > 1 or (groups == 1 and scaled.dtype.itemsize > weight.dtype.itemsize),
+                BLOCK_PARTS=triton.next_power_of_2(max(parts, 1)), SLICE=decode_matmul_triton.SLICE,
+                INTERPRET=interpreting(),
+            )  # fmt: skip
+        else:
+            packed = weight.dtype.itemsize == 2 and in_features % 2 == 0 and weight.storage_offset() % 2 == 0
+            words = weight.view(torch.int32) if packed else weight
+            kernels.matvec_kernel[(tiles, triton.cdiv(batch, config["BLOCK_M"]))](
+                *tensors[:2], words, *tensors[3:], *scalars, **options, **config,
+                PACKED=packed, PER_THREAD=16 // weight.dtype.itemsize,
+                ELEMENT=tl.float16 if weight.dtype == torch.float16 else tl.bfloat16,
+                # Room for the smallest tiles of the kernel ahead, so that its tiles do not matter here.
+                BLOCK_PARTS=triton.next_power_of_2(max(parts, in_features // 4, 1)),
+            )  # fmt: skip
     return tiles

@@ -3,11 +3,14 @@
 The weight streams through registers, where it also waits for the kernel ahead to end.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
-from mamba_kernels.decode_conv_triton import convolve, load_conv_bias, load_taps, load_window
-from mamba_kernels.decode_norm_triton import start_next, store_normed, unpack, wait_for_previous
+from mamba_kernels.decode_epilogue_triton import finish, load_early, load_residual
+from mamba_kernels.decode_norm_triton import start_next, unpack, wait_for_previous
 
 
 @triton.jit
@@ -53,25 +56,13 @@ def matvec_kernel(
     first = tl.program_id(1) * BLOCK_M
     m = first + tl.arange(0, BLOCK_M)
     m_in = m < batch
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + n, mask=n_in, other=0.0)
-    if EPILOGUE == "conv":
-        channel = n - conv_begin
-        is_conv = (n >= conv_begin) & (n < conv_end)
-        taps = load_taps(conv_weight_ptr, channel, is_conv, D_CONV)
-        window, window_ptrs, window_mask = load_window(
-            conv_state_ptr, slots_ptr, m, m_in, channel, is_conv,
-            stride_slot, stride_channel, stride_tap, D_CONV,
-        )  # fmt: skip
-        conv_bias = load_conv_bias(conv_bias_ptr, channel, is_conv)
-    if EPILOGUE == "residual":
-        norm_weight = tl.load(norm_weight_ptr + n, mask=n_in, other=0.0)
+    early = load_early(
+        bias_ptr, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr, norm_weight_ptr,
+        m, m_in, n, n_in, conv_begin, conv_end, stride_slot, stride_channel, stride_tap, D_CONV, EPILOGUE,
+    )  # fmt: skip
 
     wait_for_previous(PDL)
-    both_in = m_in[:, None] & n_in[None, :]
-    if EPILOGUE == "residual":
-        residual_ptrs = residual_ptr + m.to(tl.int64)[:, None] * stride_residual + n[None, :]
-        residual = tl.load(residual_ptrs, mask=both_in, other=0.0).to(tl.float32)
+    residual = load_residual(residual_ptr, m, m_in, n, n_in, stride_residual, EPILOGUE)
 
     # One row of the batch at a time, all of them against the same block of the weight. The sums of squares
     # are added up last where there are few, so that nothing stands between the waiting and the products.
@@ -111,19 +102,26 @@ def matvec_kernel(
         elif GROUPS == 1:
             total *= scales[i]
         y = tl.where((m == first + i)[:, None], total[None, :], y)
-    if bias_ptr is not None:
-        y += bias.to(tl.float32)[None, :]
+    finish(
+        y, early, residual, out_ptr, stride_out, residual_ptr, stride_residual,
+        m, m_in, n, n_in, tl.program_id(0),
+        next_scaled_ptr, stride_next_scaled, next_squares_ptr, stride_next_squares, stride_tap,
+        D_CONV, EPILOGUE,
+    )  # fmt: skip
 
-    if EPILOGUE == "residual":
-        x = (y + residual).to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptrs, x, mask=both_in)
-        store_normed(
-            x.to(tl.float32), norm_weight, m, n, m_in, n_in, tl.program_id(0),
-            next_scaled_ptr, stride_next_scaled, next_squares_ptr, stride_next_squares,
-        )  # fmt: skip
-    else:
-        if EPILOGUE == "conv":
-            activated = convolve(y, window, taps, conv_bias, window_ptrs, window_mask, stride_tap, D_CONV)
-            y = tl.where(is_conv[None, :], activated, y)
-        out_ptrs = out_ptr + m.to(tl.int64)[:, None] * stride_out + n[None, :]
-        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=both_in)
+
+def config_for(batch: int, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Block sizes of a projection of a few rows.
+
+    A program asks for 24 blocks of its rows of the weight, 12 KB a warp, while the kernel ahead still
+    runs. 8 rows a program share what is done once for all rows, where they are short or there are very
+    many of them; elsewhere 4 rows, to have more of each under way.
+    """
+    warps = 1 if in_features <= 4096 else 2
+    block_k = warps * (512 // dtype.itemsize)
+    short = in_features <= 1024 and out_features >= 2048
+    rows = 8 if batch > 2 or short or out_features >= 32768 else 4
+    return {
+        "BLOCK_M": min(8, triton.next_power_of_2(batch)), "BLOCK_N": rows, "BLOCK_K": block_k,
+        "PREFETCH": min(triton.cdiv(in_features, block_k), 24 // rows), "num_warps": warps,
+    }  # fmt: skip
