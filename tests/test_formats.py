@@ -167,6 +167,8 @@ def test_published_configurations_are_read(name):
         "pad_vocab_size_multiple": 16,
         "tie_embeddings": True,
     }
+    if expected.layer == "Mamba1":  # published before there was another
+        raw |= {"ssm_cfg": {}, "pad_vocab_size_multiple": 8}
     assert read("state-spaces", raw) == expected
 
 

@@ -44,11 +44,23 @@ def bench(
         ),
     ] = None,
     shape: Annotated[
-        Literal["130m", "370m", "780m", "1.3b", "2.7b"] | None,
+        Literal[
+            "130m",
+            "370m",
+            "780m",
+            "1.3b",
+            "2.7b",
+            "mamba1-130m",
+            "mamba1-370m",
+            "mamba1-790m",
+            "mamba1-1.4b",
+            "mamba1-2.8b",
+        ]
+        | None,
         typer.Option(
             metavar="SHAPE",
             help="Instead of MODEL, a published shape with random weights, in bfloat16 unless --dtype is "
-            "given: 130m, 370m, 780m, 1.3b or 2.7b.",
+            "given: 130m, 370m, 780m, 1.3b or 2.7b; of Mamba-1, mamba1-130m, -370m, -790m, -1.4b or -2.8b.",
         ),
     ] = None,
     prompt_lengths: Annotated[
