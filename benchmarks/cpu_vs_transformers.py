@@ -1,6 +1,7 @@
-"""Prefill and decode of a 130m-shaped Mamba-2 on this CPU: ours beside transformers', in one run.
+"""Prefill and decode of a published shape on this CPU: ours beside transformers', in one run.
 
     python benchmarks/cpu_vs_transformers.py --shape 130m --dtype bfloat16
+    python benchmarks/cpu_vs_transformers.py --shape mamba1-130m --dtype bfloat16
 
 Random weights, batch 1. Both run the same weights; their logits are compared before anything is timed.
 The two sides take turns, and the best of the rounds counts, so that other load hits both alike.
@@ -14,6 +15,7 @@ import time
 import torch
 import transformers
 
+from mamba_cli.config import ModelConfig
 from mamba_cli.language_model import LanguageModel
 from mamba_cli.load import DTYPES
 from mamba_cli.shapes import PUBLISHED, published_config
@@ -92,22 +94,29 @@ def check_agreement(ours: LanguageModel, theirs, ids: torch.Tensor) -> None:
         raise SystemExit(f"the two sides disagree: relative error {error:.1e}")
 
 
-def transformers_model(config, tensors: dict[str, torch.Tensor], dtype: torch.dtype):
-    hf = transformers.Mamba2Config(
+def transformers_model(config: ModelConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype):
+    common = dict(
         hidden_size=config.d_model,
         num_hidden_layers=config.n_layer,
         vocab_size=config.vocab_rows,
         state_size=config.d_state,
         conv_kernel=config.d_conv,
         expand=config.d_inner // config.d_model,
-        head_dim=config.headdim,
-        num_heads=config.nheads,
-        n_groups=config.ngroups,
-        chunk_size=config.chunk_size,
         tie_word_embeddings=True,
     )
     with torch.device("meta"):
-        model = transformers.Mamba2ForCausalLM(hf)
+        if config.layer == "Mamba1":
+            hf = transformers.MambaConfig(**common, time_step_rank=config.dt_rank)
+            model = transformers.MambaForCausalLM(hf)
+        else:
+            hf = transformers.Mamba2Config(
+                **common,
+                head_dim=config.headdim,
+                num_heads=config.nheads,
+                n_groups=config.ngroups,
+                chunk_size=config.chunk_size,
+            )
+            model = transformers.Mamba2ForCausalLM(hf)
     renamed = {name.replace("embedding.", "embeddings."): tensor for name, tensor in tensors.items()}
     renamed["lm_head.weight"] = renamed["backbone.embeddings.weight"]
     model.load_state_dict(renamed, assign=True, strict=True)
