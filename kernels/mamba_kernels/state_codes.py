@@ -116,8 +116,13 @@ def rounding_keys(seed: int, tokens: torch.Tensor, heads: torch.Tensor) -> torch
 
     The slot is left out, so that a sequence is rounded alike wherever in a batch it is.
     """
-    start = torch.full_like(tokens, _signed(seed & 0xFFFFFFFF ^ 0x9E3779B9), dtype=torch.int32)
+    start = torch.full_like(tokens, first_key(seed), dtype=torch.int32)
     return _mix(_mix(_mix(start) ^ tokens.int()) ^ heads.int())
+
+
+def first_key(seed: int) -> int:
+    """What the keys of a seed are mixed from, as a signed 32-bit number; never 0 where the seed is."""
+    return _signed(seed & 0xFFFFFFFF ^ 0x9E3779B9)
 
 
 def _integer_codes(fields: torch.Tensor, kind: StateDtype, noise: torch.Tensor | None) -> torch.Tensor:

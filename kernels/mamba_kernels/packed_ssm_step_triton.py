@@ -1,0 +1,356 @@
+"""Triton kernel of the decode step's recurrence on a packed state."""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mamba_kernels.backend import interpreting
+from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wait_for_previous
+from mamba_kernels.packed_state import LayerFormat, PackedState
+from mamba_kernels.state_codes import STATE_DTYPES, first_key
+from mamba_kernels.state_codes_triton import (
+    decode,
+    decoded_unit,
+    encode,
+    is_scaled,
+    per_word,
+    rounding_key,
+)
+from mamba_kernels.triton_math import silu, softplus
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _packed_ssm_step_kernel(
+    zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
+    heads_ptr, slots_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
+    seed, dt_min, dt_max, stride_in, stride_codes, stride_scales, stride_x, stride_B, stride_dt,
+    stride_D_head, stride_scaled, stride_squares,
+    NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr, D_P: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Program pid = (batch * NHEADS + head) * TILES + tile advances rows p of one head.
+
+    p: BLOCK_P rows of HEADDIM. stride_codes: in units of 16 bytes. heads_ptr: (NHEADS, 2) int32, the index
+    of a head's format in STATE_DTYPES, and where its codes begin, in the same units. KINDS: bit i is set
+    where the layer has heads of format i.
+    """
+    TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
+    start_next(PDL)
+    pid = tl.program_id(0)
+    tile = pid % TILES
+    head = pid // TILES % NHEADS
+    batch = (pid // (TILES * NHEADS)).to(tl.int64)
+    slot = batch
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + batch).to(tl.int64)
+        if slot < 0:  # a padding row: no state of its own
+            wait_for_previous(PDL)
+            p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+            zero = tl.zeros((BLOCK_P,), scaled_ptr.dtype.element_ty)
+            tl.store(scaled_ptr + batch * stride_scaled + head * HEADDIM + p, zero, mask=p < HEADDIM)
+            if NORM != "none":
+                tl.store(squares_ptr + batch * stride_squares + head * TILES + tile, 0.0)
+            return
+    codes_ptr = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * stride_codes * 4
+    kind = 0
+    begin = head
+    if KINDS & (KINDS - 1) != 0:
+        kind = tl.load(heads_ptr + 2 * head)
+        begin = tl.load(heads_ptr + 2 * head + 1)
+    for KIND in tl.static_range(6):
+        if KINDS == 1 << KIND:
+            WORDS: tl.constexpr = (D_STATE + per_word(KIND) - 1) // per_word(KIND)
+            begin = head * ((HEADDIM * WORDS + 3) // 4)
+        if (KINDS >> KIND) & 1 != 0:
+            if KINDS == 1 << KIND or kind == KIND:
+                _advance_rows(
+                    zxbcdt_ptr, codes_ptr + begin.to(tl.int64) * 4, scales_ptr, past_x_ptr, past_B_ptr,
+                    past_dt_ptr, position_ptr, columns_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr,
+                    scaled_ptr, squares_ptr, seed, dt_min, dt_max, stride_in, stride_scales, stride_x,
+                    stride_B, stride_dt, stride_D_head, stride_scaled, stride_squares, tile, head, batch,
+                    slot, KIND, NHEADS, HEADDIM, D_STATE, HEADS_PER_GROUP, WINDOW, STOCHASTIC, D_P, GATE,
+                    NORM, TILES, BLOCK_P, FOLD_P, BLOCK_N, BLOCK_AGE, PDL, INTERPRET,
+                )  # fmt: skip
+
+
+@triton.jit
+def _advance_rows(
+    zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
+    dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
+    seed, dt_min, dt_max, stride_in, stride_scales, stride_x, stride_B, stride_dt, stride_D_head,
+    stride_scaled, stride_squares, tile, head, batch, slot,
+    KIND: tl.constexpr, NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, WINDOW: tl.constexpr, STOCHASTIC: tl.constexpr, D_P: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr,
+    FOLD_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """A program whose head is of format KIND, its codes at codes_ptr."""
+    FIELDS: tl.constexpr = per_word(KIND)
+    WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
+    BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
+    D_SSM: tl.constexpr = NHEADS * HEADDIM
+    BC: tl.constexpr = NHEADS // HEADS_PER_GROUP * D_STATE
+    group = head // HEADS_PER_GROUP
+    w = tl.arange(0, BLOCK_W)
+    n = tl.arange(0, BLOCK_N)
+    n_in = inside(n, D_STATE, BLOCK_N)
+    p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+    p_in = inside(p, HEADDIM, BLOCK_P)
+    if WINDOW > 1:
+        # Most heads need no more of their state than this. A head that folds finds it in the caches.
+        words = _load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
+        tl.debug_barrier()  # else the compiler puts these loads behind those that have to wait for others
+    position = tl.load(position_ptr + slot)
+    A = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    scales_ptr += slot * stride_scales + head * HEADDIM
+    past_x_ptr += slot * stride_x + head * HEADDIM
+    past_B_ptr += slot * stride_B + group * D_STATE
+    past_dt_ptr += slot * stride_dt + head
+    D_ptr += head * stride_D_head
+    row = zxbcdt_ptr + batch * stride_in
+    B_ptr = row + 2 * D_SSM + group * D_STATE
+    C_ptr = B_ptr + BC
+    dt_ptr = row + 2 * D_SSM + 2 * BC + head
+    z_ptr = row + head * HEADDIM
+    x_ptr = z_ptr + D_SSM
+    if NORM != "none":
+        norm_weight_ptr += head * HEADDIM
+    scaled_ptr += batch * stride_scaled + head * HEADDIM
+    columns = columns_ptr
+    if columns_ptr is not None:
+        columns = columns_ptr + head * D_STATE
+    count = (position + head) % WINDOW
+    this_x_ptr = past_x_ptr + position % WINDOW * D_SSM
+
+    if WINDOW == 1 or count == WINDOW - 1:
+        wait_for_previous(PDL)
+        dt = _time_step(dt_ptr, dt_bias, dt_min, dt_max)
+        key = rounding_key(seed, position, head)
+        square = tl.zeros((1,), tl.float32)
+        for begin in range(tile * BLOCK_P, tile * BLOCK_P + BLOCK_P, FOLD_P):
+            p = begin + tl.arange(0, FOLD_P)
+            p_in = inside(p, HEADDIM, FOLD_P)
+            x_now = tl.load(x_ptr + p, mask=p_in, other=0.0)
+            tl.store(this_x_ptr + p, x_now, mask=p_in)
+            y = _fold(
+                codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, B_ptr, C_ptr,
+                x_now.to(tl.float32), dt, A, position, count, key, p, p_in, w, KIND, NHEADS, D_STATE, D_SSM,
+                BC, WINDOW, STOCHASTIC, FOLD_P, BLOCK_W, INTERPRET,
+            )  # fmt: skip
+            y += tl.load(D_ptr + p * D_P, mask=p_in, other=0.0).to(tl.float32) * x_now.to(tl.float32)
+            norm_weight = y
+            if NORM != "none":
+                norm_weight = tl.load(norm_weight_ptr + p, mask=p_in, other=0.0)
+            square += _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
+    else:
+        age = tl.arange(0, BLOCK_AGE)
+        ring = (position + (2 * WINDOW - 1) - age) % WINDOW
+        newer = (position + 2 * WINDOW - age) % WINDOW
+        past = age < count
+        past_dt = tl.load(past_dt_ptr + ring * NHEADS, mask=past, other=0.0)
+        newer_dt = tl.load(past_dt_ptr + newer * NHEADS, mask=past & (age > 0), other=0.0)
+        past_x_ptrs = past_x_ptr + (ring * D_SSM)[:, None] + p[None, :]
+        past_x = tl.load(past_x_ptrs, mask=past[:, None] & p_in[None, :], other=0.0)
+        past_B_ptrs = past_B_ptr + (ring * BC)[:, None] + n[None, :]
+        past_B = tl.load(past_B_ptrs, mask=past[:, None] & n_in[None, :], other=0.0)
+        scale = _load_scale(scales_ptr, p, p_in, KIND)
+        D = tl.load(D_ptr + p * D_P, mask=p_in, other=0.0).to(tl.float32)
+        norm_weight = D
+        if NORM != "none":
+            norm_weight = tl.load(norm_weight_ptr + p, mask=p_in, other=0.0)
+        wait_for_previous(PDL)
+        dt = _time_step(dt_ptr, dt_bias, dt_min, dt_max)
+        x_now = tl.load(x_ptr + p, mask=p_in, other=0.0)
+        C = tl.load(C_ptr + n, mask=n_in, other=0.0).to(tl.float32)
+        B = tl.load(B_ptr + n, mask=n_in, other=0.0).to(tl.float32)
+        tl.store(this_x_ptr + p, x_now, mask=p_in)
+        fields = decode(words, KIND)
+        products = tl.zeros((BLOCK_P, BLOCK_W), tl.float32)
+        for field in tl.static_range(FIELDS):
+            C_part = _load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
+            if columns_ptr is not None and is_scaled(KIND):
+                C_part *= _load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
+            products += fields[field] * C_part[None, :]
+        decay = tl.exp(A * (dt + tl.sum(past_dt, axis=0))) * decoded_unit(KIND)
+        weight = past_dt * tl.exp(A * (dt + tl.cumsum(newer_dt, axis=0)))
+        weight *= tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)
+        y = tl.sum(past_x.to(tl.float32) * weight[:, None], axis=0)
+        y += (D + dt * tl.sum(B * C, axis=0)) * x_now.to(tl.float32)
+        y += tl.sum(products, axis=1) * (scale * decay)
+        square = _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
+
+    if NORM != "none":
+        tl.store(squares_ptr + batch * stride_squares + head * TILES + tile + tl.arange(0, 1), square)
+    # This token's place in the window is one that no head still reads.
+    if tile == 0:
+        tl.store(past_dt_ptr + position % WINDOW * NHEADS, dt)
+        if head % HEADS_PER_GROUP == 0:
+            B_now = tl.load(B_ptr + n, mask=n_in, other=0.0)
+            tl.store(past_B_ptr + position % WINDOW * BC + n, B_now, mask=n_in)
+
+
+@triton.jit
+def _fold(
+    codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, B_ptr, C_ptr,
+    x, dt, A, position, count, key, p, p_in, w,
+    KIND: tl.constexpr, NHEADS: tl.constexpr, D_STATE: tl.constexpr, D_SSM: tl.constexpr, BC: tl.constexpr,
+    WINDOW: tl.constexpr, STOCHASTIC: tl.constexpr, FOLD_P: tl.constexpr, BLOCK_W: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Move the stored rows p (FOLD_P,) on to this token, of input x and dt; return C h."""
+    FIELDS: tl.constexpr = per_word(KIND)
+    WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
+    words = _load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
+    scale = _load_scale(scales_ptr, p, p_in, KIND)
+    # First the inputs, each decayed by what came after it; the newest first.
+    state = ()
+    for field in tl.static_range(FIELDS):
+        now = _load_columns(B_ptr, w, field, WORDS, D_STATE, BLOCK_W)
+        state += ((dt * x)[:, None] * now[None, :],)
+    since = dt
+    for age in range(0, count):
+        ring = (position + (WINDOW - 1) - age) % WINDOW
+        past_dt = tl.load(past_dt_ptr + ring * NHEADS)
+        past_x = tl.load(past_x_ptr + ring * D_SSM + p, mask=p_in, other=0.0).to(tl.float32)
+        past_x *= past_dt * tl.exp(A * since)
+        since += past_dt
+        moved = ()
+        for field in tl.static_range(FIELDS):
+            past_B = _load_columns(past_B_ptr + ring * BC, w, field, WORDS, D_STATE, BLOCK_W)
+            moved += (state[field] + past_x[:, None] * past_B[None, :],)
+        state = moved
+    factor = scale * (tl.exp(A * since) * decoded_unit(KIND))
+    fields = decode(words, KIND)
+    products = tl.zeros((FOLD_P, BLOCK_W), tl.float32)
+    rounded = ()
+    for field in tl.static_range(FIELDS):
+        C = _load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
+        part = fields[field] * factor[:, None]
+        if columns is not None and is_scaled(KIND):
+            column = _load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
+            part = part * column[None, :] + state[field]
+            products += part * C[None, :]
+            part *= tl.div_rn(tl.full((BLOCK_W,), 1.0, tl.float32), tl.where(column > 0, column, 1.0))[None, :]
+        else:
+            part += state[field]
+            products += part * C[None, :]
+        rounded += (part,)
+    words, scale = encode(rounded, p, w, key, KIND, WORDS, STOCHASTIC, INTERPRET)
+    word_in = p_in[:, None] & inside(w, WORDS, BLOCK_W)[None, :]
+    tl.store(codes_ptr + (p * WORDS)[:, None] + w[None, :], words, mask=word_in)
+    if is_scaled(KIND):
+        tl.store(scales_ptr + p, scale, mask=p_in)
+    return tl.sum(products, axis=1)
+
+
+@triton.jit
+def _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE: tl.constexpr, NORM: tl.constexpr):
+    """Gate rows p and write them, times the norm's weight; return their sum of squares (1,)."""
+    gated = y
+    if GATE:
+        gated = y * silu(tl.load(z_ptr + p, mask=p_in, other=0.0).to(tl.float32))
+    scaled = gated
+    if NORM != "none":
+        scaled = gated * norm_weight.to(tl.float32)
+    tl.store(scaled_ptr + p, scaled.to(scaled_ptr.dtype.element_ty), mask=p_in)
+    normed = y if NORM == "norm_first" else gated
+    return tl.sum(tl.where(p_in, normed * normed, 0.0), axis=0, keep_dims=True)
+
+
+@triton.jit
+def _time_step(dt_ptr, dt_bias, dt_min, dt_max):
+    return tl.minimum(tl.maximum(softplus(tl.load(dt_ptr).to(tl.float32) + dt_bias), dt_min), dt_max)
+
+
+@triton.jit
+def _load_words(codes_ptr, p, p_in, w, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
+    word_in = p_in[:, None] & inside(w, WORDS, BLOCK_W)[None, :]
+    return tl.load(codes_ptr + (p * WORDS)[:, None] + w[None, :], mask=word_in, other=0)
+
+
+@triton.jit
+def _load_scale(scales_ptr, p, p_in, KIND: tl.constexpr):
+    """The scales of rows p; 1 for a format without."""
+    scale = tl.full(p.shape, 1.0, tl.float32)
+    if is_scaled(KIND):
+        scale = tl.load(scales_ptr + p, mask=p_in, other=0.0)
+    return scale
+
+
+@triton.jit
+def _load_columns(ptr, w, field: tl.constexpr, WORDS: tl.constexpr, D_STATE: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Of a row of D_STATE numbers, those whose state is field `field` of words w; zero past the end."""
+    if WORDS == BLOCK_W and (field + 1) * WORDS <= D_STATE:
+        return tl.load(ptr + field * WORDS + w).to(tl.float32)
+    else:
+        column_in = (w < WORDS) & (field * WORDS + w < D_STATE)
+        return tl.load(ptr + field * WORDS + w, mask=column_in, other=0.0).to(tl.float32)
+
+
+def config_for(batch: int, nheads: int, headdim: int, d_state: int) -> dict[str, int]:
+    """Block sizes: a warp reads 8192 state elements, and folds 2048 at a time, which it holds in float32."""
+    block_n = max(8, triton.next_power_of_2(d_state))
+    rows = min(max(4, 8192 // block_n), triton.next_power_of_2(headdim))
+    if batch * nheads * triton.cdiv(headdim, rows) < 1000:
+        rows = min(rows, max(4, 2048 // block_n))
+    return {"BLOCK_P": rows, "FOLD_P": min(rows, max(4, 2048 // block_n)), "num_warps": 1}
+
+
+@functools.lru_cache(maxsize=1024)
+def _head_table(format: LayerFormat, headdim: int, d_state: int, device: torch.device) -> torch.Tensor:
+    """(nheads, 2) int32: each head's format, and where its codes begin in units of 16 bytes."""
+    rows = {}
+    for group in format.groups(headdim, d_state):
+        for index, head in enumerate(group.heads):
+            rows[head] = (STATE_DTYPES.index(group.dtype), (group.begin + index * group.size) // 16)
+    return torch.tensor([rows[head] for head in sorted(rows)], dtype=torch.int32, device=device)
+
+
+def launch_packed_ssm_step(
+    zxbcdt: torch.Tensor,
+    packed: PackedState,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    scaled: torch.Tensor,
+    squares: torch.Tensor | None,
+    *,
+    ngroups: int,
+    dt_limit: tuple[float, float],
+    norm_before_gate: bool,
+    gate: bool,
+    slots: torch.Tensor | None,
+    pdl: bool,
+    config: dict[str, Any] | None,
+) -> int:
+    """Advance the state of every row of zxbcdt; return how many parts of squares a row has."""
+    batch, nheads, headdim, d_state = zxbcdt.shape[0], len(packed.format.heads), packed.headdim, packed.d_state
+    format = packed.format
+    config = config or config_for(batch, nheads, headdim, d_state)
+    tiles = triton.cdiv(headdim, config["BLOCK_P"])
+    norm = "none" if norm_weight is None else "norm_first" if norm_before_gate else "gate_first"
+    kinds = sum(1 << STATE_DTYPES.index(dtype) for dtype in set(format.heads))
+    with torch.cuda.device_of(zxbcdt):
+        _packed_ssm_step_kernel[(batch * nheads * tiles,)](
+            zxbcdt, packed.codes, packed.scales, packed.x, packed.B, packed.dt, packed.position,
+            packed.columns, _head_table(format, headdim, d_state, zxbcdt.device), slots, dt_bias, A_log, D,
+            norm_weight, scaled, squares,
+            first_key(format.seed), *dt_limit, zxbcdt.stride(0), packed.codes.stride(0) // 16,
+            packed.scales.stride(0), packed.x.stride(0), packed.B.stride(0), packed.dt.stride(0),
+            D.stride(0), scaled.stride(0), 0 if squares is None else squares.stride(0),
+            NHEADS=nheads, HEADDIM=headdim, D_STATE=d_state, HEADS_PER_GROUP=nheads // ngroups,
+            WINDOW=format.window, KINDS=kinds, STOCHASTIC=format.rounding == "stochastic",
+            D_P=D.stride(1) if D.dim() == 2 else 0, GATE=gate, NORM=norm,
+            BLOCK_N=max(8, triton.next_power_of_2(d_state)), BLOCK_AGE=triton.next_power_of_2(format.window),
+            INTERPRET=interpreting(), **config, **early_start(pdl, zxbcdt),
+        )  # fmt: skip
+    return nheads * tiles

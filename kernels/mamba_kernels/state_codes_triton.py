@@ -1,0 +1,173 @@
+"""Triton pieces that take the words of `state_codes` apart and put them together; the same bytes as there.
+
+A tile of words (P, W) becomes a tuple of float32 tiles (P, W), one a field of the word, in the layout that
+the words were loaded in. Formats are constants: KIND is the index of one in STATE_DTYPES.
+"""
+
+import triton
+import triton.language as tl
+
+from mamba_kernels.state_codes import SMALLEST_ROW, STATE_DTYPES
+
+FP32, BF16, FP16, INT8, FP8, INT4 = (tl.constexpr(index) for index in range(len(STATE_DTYPES)))
+_SMALLEST_ROW = tl.constexpr(SMALLEST_ROW)
+
+
+@triton.constexpr_function
+def per_word(kind):
+    """Numbers in a word of format `kind`."""
+    return (1, 2, 2, 4, 4, 8)[kind]
+
+
+@triton.constexpr_function
+def largest(kind):
+    """What the largest number of a row is scaled to; 0 for formats without a scale."""
+    return (0.0, 0.0, 65504.0, 127.0, 448.0, 7.0)[kind]
+
+
+@triton.constexpr_function
+def is_scaled(kind):
+    """Whether rows of format `kind` have a scale."""
+    return largest(kind) > 0
+
+
+@triton.jit
+def decode(words, KIND: tl.constexpr):
+    """The fields of int32 words, to be multiplied by the row's scale and by `decoded_unit`."""
+    if KIND == FP32:
+        fields = (words.to(tl.float32, bitcast=True),)
+    elif KIND == BF16:
+        fields = ((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
+    elif KIND == FP16:
+        fields = _halves(words)
+    elif KIND == FP8:
+        # As float16 the same exponent and mantissa are 2^-8 of the number, subnormals as well.
+        even = _halves((words & 0x007F007F) << 7 | (words & 0x00800080) << 8)
+        odd = _halves((words & 0x7F007F00) >> 1 | words & -2147450880)
+        fields = (even[0], odd[0], even[1], odd[1])
+    else:
+        # Codes, made unsigned, become the last bits of a float32 that is a power of two, which is then taken
+        # off: two quick instructions, where converting integers is slow.
+        BITS: tl.constexpr = 32 // per_word(KIND)
+        unsigned = words ^ (-2004318072 if KIND == INT4 else -2139062144)  # 0x88888888, 0x80808080
+        upper = unsigned >> 16
+        fields = ()
+        for field in tl.static_range(per_word(KIND)):
+            SHIFT: tl.constexpr = field * BITS % 16
+            half = unsigned if field * BITS < 16 else upper
+            bits = (half & (((1 << BITS) - 1) << SHIFT)) | ((150 - SHIFT) << 23)
+            fields += (bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - SHIFT) + 2.0 ** (BITS - 1)),)
+    return fields
+
+
+@triton.constexpr_function
+def decoded_unit(kind):
+    """What `decode` leaves out of its numbers, a factor for the scale of the row."""
+    return 256.0 if kind == 4 else 1.0
+
+
+@triton.jit
+def encode(fields, p, w, key, KIND: tl.constexpr, WORDS: tl.constexpr, STOCHASTIC: tl.constexpr, INTERPRET: tl.constexpr):
+    """Round the fields of rows p (P,), columns w (W,) of words, zero outside; return words and scales (P,).
+
+    key: from `rounding_key`. WORDS: words of a row.
+    """
+    FIELDS: tl.constexpr = per_word(KIND)
+    LARGEST: tl.constexpr = largest(KIND)
+    scales = tl.zeros_like(p).to(tl.float32)
+    if KIND == FP32:
+        words = fields[0].to(tl.int32, bitcast=True)
+    else:
+        inverse = scales
+        if LARGEST > 0:
+            top = tl.abs(fields[0])
+            for field in tl.static_range(1, FIELDS):
+                top = tl.maximum(top, tl.abs(fields[field]))
+            amax = tl.max(top, axis=1)
+            kept = amax >= _SMALLEST_ROW
+            scales = tl.where(kept, tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), 0.0)
+            amax = tl.where(kept, amax, 1.0)
+            inverse = tl.where(kept, tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax), 0.0)
+        words = tl.zeros_like(fields[0]).to(tl.int32)
+        place = (p * (FIELDS // 2 * WORDS))[:, None] + w[None, :]
+        hashes = words.to(tl.uint32)
+        for field in tl.static_range(FIELDS):
+            if STOCHASTIC:
+                if field % 2 == 0:
+                    hashes = mix(key ^ (place + field // 2 * WORDS).to(tl.uint32))
+                noise = ((hashes & 0xFFFF) if field % 2 == 0 else (hashes >> 16)).to(tl.int32)
+            else:
+                noise = words
+            steps = fields[field]
+            if LARGEST > 0:
+                steps = mul_rn(steps, tl.broadcast_to(inverse[:, None], steps.shape), INTERPRET)
+            if KIND == INT8 or KIND == INT4:
+                code = _integer_code(steps, noise, KIND, STOCHASTIC)
+            else:
+                code = _float_code(steps, noise, KIND, STOCHASTIC)
+            words = words | code << (field * (32 // FIELDS))
+    return words, scales
+
+
+@triton.jit
+def rounding_key(seed, token, head):
+    """uint32 key of one head's random numbers; seed: `state_codes.first_key`."""
+    return mix(mix(mix(seed.to(tl.uint32)) ^ token.to(tl.uint32)) ^ head.to(tl.uint32))
+
+
+@triton.jit
+def mix(x):
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0xD35A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def mul_rn(x, y, INTERPRET: tl.constexpr):
+    """x * y, rounded before anything is added to it."""
+    if INTERPRET:
+        return x * y
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _halves(words):
+    """The two float16 of int32 words, as float32."""
+    low = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _integer_code(steps, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+    LARGEST: tl.constexpr = largest(KIND)
+    MASK: tl.constexpr = (1 << 32 // per_word(KIND)) - 1
+    steps = tl.minimum(tl.maximum(steps, -LARGEST), LARGEST)
+    if STOCHASTIC:
+        steps = steps + (noise.to(tl.float32) * (2.0**-16) + (2.0**-17 - 0.5))
+    # Beside 1.5 * 2^23 float32 has no fraction: the sum is rounded to nearest, and ends in the integer.
+    return (steps + 12582912.0).to(tl.int32, bitcast=True) & MASK
+
+
+@triton.jit
+def _float_code(steps, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+    MANTISSA: tl.constexpr = 7 if KIND == BF16 else 10 if KIND == FP16 else 3
+    MIN_EXPONENT: tl.constexpr = -126 if KIND == BF16 else -14 if KIND == FP16 else -6
+    LARGEST_CODE: tl.constexpr = 0x7F7F if KIND == BF16 else 0x7BFF if KIND == FP16 else 0x7E
+    BITS: tl.constexpr = 32 // per_word(KIND)
+    CUT: tl.constexpr = 23 - MANTISSA
+    if KIND != BF16:
+        steps = steps * (2.0 ** (-126 - MIN_EXPONENT))
+    bits = steps.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    if not STOCHASTIC:
+        carry = (1 << (CUT - 1)) - 1 + ((magnitude >> CUT) & 1)
+    elif CUT > 16:
+        carry = (noise << (CUT - 16)) + (1 << (CUT - 17))
+    else:
+        carry = noise >> (16 - CUT)
+    codes = tl.minimum((magnitude + carry) >> CUT, LARGEST_CODE)
+    return codes | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
