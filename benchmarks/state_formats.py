@@ -1,12 +1,11 @@
 """What an SSM state in few bits costs: on a text, on heads that remember long, and by a head's half-life.
 
-    python benchmarks/state_formats.py text int8 int8:nearest:1 int4:uniform --window 1024 --windows 48
+    python benchmarks/state_formats.py text FILE int8 int8:nearest:1:uniform int4:outer --window 1024
     python benchmarks/state_formats.py stress
     python benchmarks/state_formats.py half-lives
 
-A format is a dtype and, in any order, a rounding, a window and "uniform" (all heads in this dtype; without
-it the heads are chosen by mamba_cli.state_recipe) or "outer" (column scales, calibrated on the text's end).
-Formats that only stand here for comparison: int5, int6 and int16.
+Formats are named as --state-dtype names them. int5, int6 and int16, which no kernel has, stand beside them
+for comparison: int5:1 is int4 with the lost part of every number carried along in one more bit.
 
 These are the decode step's numbers: a state that is written every `window` tokens is what a prefill of
 `window` tokens continues, so tokens are read in blocks, which is faster than the step by as much. Only the
@@ -17,18 +16,22 @@ import argparse
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from mamba_cli.language_model import LanguageModel
 from mamba_cli.load import load_model
-from mamba_cli.state_recipe import RECOMMENDED, choose_heads, half_lives, predicted_error
-from mamba_kernels import state_codes
-from mamba_kernels.state_codes import FORMATS, decode, encode, rounding_keys
+from mamba_cli.perplexity.plan import make_plan
+from mamba_cli.perplexity.texts import read_text
+from mamba_cli.perplexity.tokens import encode_documents
+from mamba_cli.quantize.calibrate import built_in_text, calibrate
+from mamba_cli.quantize.saved import Scales
+from mamba_cli.state_format import parse_state_spec, recommended_format
+from mamba_cli.state_recipe import choose_heads, predicted_error
+from mamba_kernels.state_codes import FORMATS, ROUNDINGS, decode, encode, rounding_keys
 
 HEADDIM, D_STATE = 4, 128  # of the simulated heads: rows are what counts, four of them are an average
 EXTRA_BITS = {"int5": 5, "int6": 6, "int16": 16}
@@ -36,27 +39,27 @@ EXTRA_BITS = {"int5": 5, "int6": 6, "int16": 16}
 
 @dataclass(frozen=True)
 class Format:
-    """A format as the command line names it."""
+    """A format of a whole model: the dtype of each head of each layer, and when and how they are written."""
 
-    name: str
-    dtype: str
+    heads: list[tuple[str, ...]]
     rounding: str
     window: int
-    uniform: bool
     outer: bool
 
     @staticmethod
-    def parse(name: str) -> "Format":
-        dtype, *words = name.split(":")
-        rounding, window = RECOMMENDED.get(dtype, ("stochastic", 8))
-        rounding = next((word for word in words if word in state_codes.ROUNDINGS), rounding)
-        window = next((int(word) for word in words if word.isdigit()), window)
-        uniform = "uniform" in words or dtype not in RECOMMENDED
-        return Format(name, dtype, rounding, window, uniform, "outer" in words)
+    def named(name: str, lm: LanguageModel, lives: Sequence[torch.Tensor | None]) -> "Format":
+        dtype, _, words = name.partition(":")
+        extra = dtype in EXTRA_BITS
+        spec = parse_state_spec(f"int8:uniform:{words}".rstrip(":") if extra else name)
+        layers = recommended_format(lm.config, lives, spec).layers
+        heads = [(dtype,) * len(layer.heads) if extra else layer.heads for layer in layers]
+        return Format(heads, layers[0].rounding, layers[0].window, spec.outer)
 
-    def heads(self, lives: torch.Tensor) -> tuple[str, ...]:
-        """The dtype of each head of a layer, given the half-lives (nheads,) of its heads."""
-        return (self.dtype,) * len(lives) if self.uniform else choose_heads(lives, self.dtype, self.window)
+    @property
+    def bits(self) -> float:
+        """Mean bits of an element."""
+        bits = [EXTRA_BITS.get(dtype) or FORMATS[dtype].bits for layer in self.heads for dtype in layer]
+        return sum(bits) / len(bits)
 
 
 class Rounder:
@@ -92,58 +95,58 @@ def _round_integers(rows: torch.Tensor, bits: int, rounding: str) -> torch.Tenso
     return torch.floor(rows / scale + up) * scale
 
 
-def bits_of(heads: list[str]) -> float:
-    """Mean bits of an element."""
-    return sum(EXTRA_BITS.get(dtype) or FORMATS[dtype].bits for dtype in heads) / len(heads)
-
-
 def text(options: argparse.Namespace) -> None:
     """Change of perplexity and of a token's NLL against the fp32 state, read in windows of a text."""
     lm = load_model(options.model, device="cpu", dtype=options.dtype)
-    ids = torch.tensor(lm.tokenizer.encode(Path(options.text).read_text(encoding="utf-8")))
-    windows = ids[: (len(ids) - 1) // options.window * options.window].view(-1, options.window)
-    chosen = [int(i * len(windows) / options.windows) for i in range(options.windows)]
-    rows = torch.stack([ids[i * options.window :][: options.window + 1] for i in chosen])
-    calibration = ids[-8 * 1024 :].view(8, 1024)
-    lives = [half_lives(block.mixer.A, F.softplus(block.mixer.dt_bias)) for block in lm.model.blocks]
-    if options.calibrate:
-        lives = text_half_lives(lm, calibration)
-    columns = text_columns(lm, calibration)
-    reference = read(lm, rows, 64, None, columns=None)
+    ids = encoded(lm, read_text(options.file).documents(split=False)[0])
+    starts = torch.linspace(0, len(ids) - options.window - 1, options.windows).long().tolist()
+    rows = torch.stack([ids[start : start + options.window + 1] for start in starts])
+    scales = calibrated(lm)
+    lives = scales.half_lives if options.calibrate else lm.half_lives()
+    reference = read(lm, rows, None, None)
     print(f"{len(reference)} tokens, perplexity with an fp32 state {reference.mean().exp():.4f}")
-    print("format                       bits  change of perplexity  mean |change of NLL|  by quarter")
+    print("format                       bits  change of perplexity  mean |change of NLL|, by quarter")
     for name in options.formats:
-        begin, kind = time.perf_counter(), Format.parse(name)
-        heads = [kind.heads(of_layer) for of_layer in lives]
-        rounders = [Rounder(layer, kind.rounding, seed) for seed, layer in enumerate(heads)]
-        change = read(lm, rows, kind.window, rounders, columns if kind.outer else None) - reference
+        begin, format = time.perf_counter(), Format.named(name, lm, lives)
+        change = read(lm, rows, format, scales.columns if format.outer else None) - reference
         error = 100 * change.std() / math.sqrt(len(change))
         quarters = " ".join(f"{q.mean():.4f}" for q in change.abs().view(len(rows), -1).chunk(4, 1))
+        counts = Counter(dtype for layer in format.heads for dtype in layer)
         print(
-            f"{name:27} {bits_of([h for layer in heads for h in layer]):5.2f}  "
-            f"{100 * torch.expm1(change.mean()):+.4f}% +- {error:.4f}  {change.abs().mean():.5f}  "
-            f"{quarters}  {dict(Counter(h for layer in heads for h in layer))} "
-            f"{time.perf_counter() - begin:.0f} s",
+            f"{name:27} {format.bits:5.2f}  {100 * torch.expm1(change.mean()):+.4f}% +- {error:.4f}  "
+            f"{change.abs().mean():.5f}, {quarters}  {dict(counts)} {time.perf_counter() - begin:.0f} s",
             flush=True,
         )
+
+
+def encoded(lm: LanguageModel, text: str) -> torch.Tensor:
+    return encode_documents([text], lm.tokenizer, None, lm.config.vocab_size)[0].ids
+
+
+def calibrated(lm: LanguageModel) -> Scales:
+    """Half-lives and column scales as quantize-state takes them where no text is named."""
+    documents = encode_documents([built_in_text()], lm.tokenizer, None, lm.config.vocab_size)
+    return calibrate(lm, make_plan(documents, lm.tokenizer, window=1024))
 
 
 @torch.inference_mode()
 def read(
     lm: LanguageModel,
     rows: torch.Tensor,
-    window: int,
-    rounders: list[Rounder] | None,
-    columns: list[torch.Tensor] | None,
+    format: Format | None,
+    columns: Sequence[torch.Tensor | None] | None,
 ) -> torch.Tensor:
-    """NLL of each token of rows (sequences, length + 1) after the first, states rounded every `window`."""
+    """NLL of each token of rows (sequences, length + 1) after the first; format None: an fp32 state."""
+    rounders = (
+        [Rounder(heads, format.rounding, seed) for seed, heads in enumerate(format.heads)] if format else []
+    )
     nll = []
     for batch in rows.split(8):
         state = lm.init_state(len(batch))
         hidden = []
-        for block in batch[:, :-1].split(window, 1):
+        for block in batch[:, :-1].split(format.window if format else 64, 1):
             hidden.append(lm.model.prefill(block, state))
-            for layer, rounder in enumerate(rounders or ()):
+            for layer, rounder in enumerate(rounders):
                 ssm = state.layers[layer].ssm
                 factor = columns[layer][:, None] if columns else 1.0
                 ssm.copy_(rounder(ssm / factor) * factor)
@@ -153,37 +156,6 @@ def read(
                 logits = lm.logits(part)[:, : lm.config.vocab_size].float()
                 nll.append(F.cross_entropy(logits, ids, reduction="none").double())
     return torch.cat(nll)
-
-
-@torch.inference_mode()
-def text_half_lives(lm: LanguageModel, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Half-lives (nheads,) of each layer, by the mean step size on ids (sequences, length)."""
-    lives: list[torch.Tensor] = []
-    state, hidden, residual = lm.init_state(len(ids)), F.embedding(ids, lm.model.embedding), None
-    for block, memory in zip(lm.model.blocks, state.layers, strict=True):
-        mixer = block.mixer
-        seen = []
-
-        def mix(u, memory, mixer=mixer, seen=seen):
-            seen.append(u)
-            return mixer.prefill(u, memory)
-
-        hidden, residual = block(hidden, residual, mix, memory)
-        dt = mixer.in_proj(seen[0])[..., -lm.config.nheads :] + mixer.dt_bias
-        lives.append(half_lives(mixer.A, F.softplus(dt).mean((0, 1))))
-    return lives
-
-
-@torch.inference_mode()
-def text_columns(lm: LanguageModel, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Root mean square (nheads, d_state) of each column of rows of length one, mean 1 over a row."""
-    state = lm.init_state(len(ids))
-    squares = [0.0] * len(state.layers)
-    for block in ids.split(16, 1):
-        lm.model.prefill(block, state)
-        for layer, memory in enumerate(state.layers):
-            squares[layer] += F.normalize(memory.ssm, dim=-1).square().mean((0, 2))
-    return [(s / s.mean(-1, keepdim=True)).sqrt().clamp(min=1e-3) for s in squares]
 
 
 STEADY = {
@@ -247,7 +219,7 @@ def stress(options: argparse.Namespace) -> None:
         for window in (1, 8, 16):
             taken = [choose_heads(torch.tensor([life]), base, window)[0] for base in ("int8", "fp8", "int4")]
             print(f"  window {window}: in the recipes of int8, fp8 and int4 {', '.join(taken)}")
-            for rounding in state_codes.ROUNDINGS:
+            for rounding in ROUNDINGS:
                 heads = ("int8", "fp8", "int4", "bf16", "fp16", "int16", "fp32")
                 errors = follow(case, tokens, torch.full((len(heads),), life), heads, rounding, window)
                 for head, dtype in enumerate(heads):
@@ -264,7 +236,7 @@ def sweep(options: argparse.Namespace) -> None:
     print("half-life".ljust(16), *(f"{life:8g}" for life in lives.tolist()))
     for dtype in ("int4", "fp8", "int8", "fp16"):
         found = {"predicted": predicted_error(lives, dtype, window)}
-        for rounding in state_codes.ROUNDINGS:
+        for rounding in ROUNDINGS:
             errors, _ = follow("random", tokens, lives, (dtype,) * len(lives), rounding, window)
             found[rounding] = errors[2 * len(errors) // 3 :].square().mean(0).sqrt()
         for name, values in found.items():
@@ -277,14 +249,14 @@ def main() -> None:
     )
     commands = parser.add_subparsers(required=True)
     on_text = commands.add_parser("text", help=text.__doc__)
+    on_text.add_argument("file", metavar="FILE", help="the text")
     on_text.add_argument("formats", nargs="+")
     on_text.add_argument("--model", default="demo")
-    on_text.add_argument("--text", required=True, help="a text file")
     on_text.add_argument("--dtype", default="float32")
     on_text.add_argument("--window", type=int, default=1024, help="tokens of a window")
     on_text.add_argument("--windows", type=int, default=48)
     on_text.add_argument(
-        "--calibrate", action="store_true", help="half-lives by the text's end, not by dt_bias"
+        "--calibrate", action="store_true", help="half-lives as measured on a text, not by dt_bias"
     )
     on_text.set_defaults(run=text)
     on_stress = commands.add_parser("stress", help=stress.__doc__)

@@ -31,7 +31,7 @@ ONE_SHOT = {"int4": 0.166, "fp8": 0.0363, "int8": 0.0091, "bf16": 0.0024, "fp16"
 # taken. The last heads to leave fp16 remember some 3,500 tokens, fewer than a published model has.
 _LAST = (("fp16", 0.005), ("fp32", math.inf))
 LADDERS: dict[str, tuple[tuple[str, float], ...]] = {
-    "int4": (("int4", 0.31), ("int8", 0.05), *_LAST),
+    "int4": (("int4", 0.34), ("int8", 0.05), *_LAST),
     "fp8": (("fp8", 0.05), ("int8", 0.022), *_LAST),
     "int8": (("int8", 0.022), *_LAST),
     "bf16": (("bf16", 0.01), *_LAST),
