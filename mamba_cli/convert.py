@@ -21,6 +21,7 @@ from mamba_cli.files import inside, is_strict_json, read_json
 from mamba_cli.formats import get_format
 from mamba_cli.formats.format import EMBEDDING, Format
 from mamba_cli.publish import check_destination, new_folder
+from mamba_cli.quantize.saved import carry_section
 from mamba_cli.schema import KEPT_IN_STORED_DTYPE
 from mamba_cli.storage import StoredTensor, dtype_name, same_bits, weight_files, weights_entry
 from mamba_cli.tokenizer import TOKENIZER_FILES, find_tokenizer, load_tokenizer
@@ -108,6 +109,7 @@ def convert(
             keep = read_json(inside(source.folder, "config.json")) if to == source.format else None
             target.write(folder, config, tensors, shard_size, as_pickle, keep, advance)
         _copy_tokenizer(source, found, folder)
+        carry_section(source, folder)
         _check_written(folder, source.config, tensors, advance)
         difference = logits_difference(source.folder, folder) if verify else None
         _check_difference(difference, exact=unchanged)

@@ -81,3 +81,19 @@ def peak_memory(device: "torch.device") -> int | None:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return None
+
+
+def free_memory(device: "torch.device") -> int | None:
+    """Return the bytes that could be allocated now; None where the system does not say.
+
+    On a GPU what PyTorch's allocator keeps for itself and does not use counts as free.
+    """
+    if device.type == "cuda":
+        import torch
+
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    return None

@@ -43,6 +43,7 @@ COMMANDS = (
     Command("convert", "convert", "convert", "Convert a checkpoint to another format."),
     Command("inspect", "inspect", "inspect", "Show what a checkpoint holds."),
     Command("eval-ppl", "eval_ppl", "eval_ppl", "Measure perplexity on a text."),
+    Command("quantize-state", "quantize_state", "quantize_state", "Keep the recurrent state in few bits."),
     Command("bench", "bench", "bench", "Measure how fast a model runs here."),
     Command("doctor", "doctor", "doctor", "Check that everything works on this machine."),
 )

@@ -4,9 +4,13 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.perplexity.report import Position
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
 
@@ -42,6 +46,11 @@ def plot_positions(positions: Sequence[Position], path: Path, title: str) -> Non
     # A file's name is no formula.
     axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3, which="both")
+    save_figure(figure, path)
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a figure in one piece: an interrupted run leaves no half a picture."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         figure.savefig(temporary, dpi=150)

@@ -90,4 +90,4 @@ def strict(value: Any) -> Any:
     if isinstance(value, dict):
         # Percentiles' keys are floats.
         return {f"{key:g}" if isinstance(key, float) else key: strict(item) for key, item in value.items()}
-    return [strict(item) for item in value] if isinstance(value, list) else value
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value

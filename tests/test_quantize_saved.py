@@ -1,0 +1,407 @@
+"""A state format on disk: the section, the scales, and the folder that is still the plain model."""
+
+import hashlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_testing import edit_json, save_state_spaces, state_dict
+from mamba_cli.checkpoint import open_checkpoint
+from mamba_cli.config import ModelConfig
+from mamba_cli.convert import convert
+from mamba_cli.errors import Mamba2Error
+from mamba_cli.load import load_model
+from mamba_cli.quantize.saved import (
+    Scales,
+    check_can_carry,
+    find_section,
+    read_recipe,
+    read_saved,
+    saved_state_format,
+    write_quantized,
+)
+from mamba_cli.quantize.section import read_section, state_heads, write_heads, write_section
+from mamba_cli.state_format import StateFormat, layer_seed
+from mamba_kernels.packed_state import LayerFormat
+from model_testing import BASE, hybrid, variant
+
+MAMBA1 = variant(layer="Mamba1", headdim=1, rmsnorm=False, dt_rank=4, d_state=8, chunk_size=256)
+IDS = torch.randint(BASE.vocab_size, (2, 30), generator=torch.Generator().manual_seed(0))
+
+
+def some_format(config: ModelConfig = BASE, seed: int = 5, **changes) -> StateFormat:
+    """int8 with one fp16 head in layer 0 (fp16 alone where there is one head)."""
+    heads = ["int8"] * state_heads(config)
+    heads[-1] = "fp16"
+    layers = tuple(
+        None
+        if index in config.attn_layer_idx
+        else LayerFormat(
+            tuple(heads) if index == 0 else ("int8",) * len(heads), "stochastic", 4, layer_seed(seed, index)
+        )
+        for index in range(config.n_layer)
+    )
+    return replace(StateFormat(layers=layers, conv="auto", name="int8:4"), **changes)
+
+
+def some_scales(config: ModelConfig = BASE, outer: bool = False) -> Scales:
+    generator = torch.Generator().manual_seed(1)
+
+    def each(*shape: int) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            None if index in config.attn_layer_idx else torch.rand(shape, generator=generator) + 0.5
+            for index in range(config.n_layer)
+        )
+
+    lives = (config.nheads,) if config.layer == "Mamba2" else (config.d_inner, config.d_state)
+    columns = each(state_heads(config), config.d_state)
+    return Scales(each(*lives), columns if outer else (None,) * config.n_layer, each(config.conv_dim))
+
+
+def save(folder: Path, to: str = "state-spaces", config: ModelConfig = BASE) -> Path:
+    source = save_state_spaces(folder / "plain", config)
+    (source / "README.md").write_text("read me")
+    if to == "state-spaces":
+        return source
+    convert(source, folder / to, to)
+    (folder / to / "README.md").write_text("read me")
+    return folder / to
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def quantize(source: Path, destination: Path, config: ModelConfig = BASE, outer: bool = False, **options):
+    return write_quantized(
+        open_checkpoint(source), destination, some_format(config), some_scales(config, outer), **options
+    )
+
+
+@pytest.mark.parametrize("config", [BASE, hybrid(), MAMBA1], ids=["mamba2", "hybrid", "mamba1"])
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_format_comes_back_from_its_section_as_it_was(config, outer):
+    section = json.loads(json.dumps(write_section(some_format(config), outer)))
+    assert read_section(section, config, "here") == (some_format(config), outer)
+
+
+def test_a_layer_is_said_in_one_word_or_with_its_exceptions():
+    assert write_heads(("int8",) * 80) == "int8"
+    assert write_heads(("int8", "fp16", "int8", "fp32", "int8", "fp16")) == {
+        "dtype": "int8",
+        "except": {"fp16": [1, 5], "fp32": [3]},
+    }
+
+
+def changed(**changes) -> dict:
+    section = write_section(some_format())
+    return {key: value for key, value in (section | changes).items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ([], "here: expected an object, got \\[\\]"),
+        (changed(version=2), "expected version 1, got 2"),
+        (changed(version=True), "expected version 1, got True"),
+        (changed(version=...), "here version: expected a value, got no such key"),
+        (changed(layers=...), "here layers: expected a value, got no such key"),
+        (changed(extra=1), "here: expected only the keys .*, got extra"),
+        (changed(name=""), "here name: expected a line"),
+        (changed(name="a\nb"), "here name: expected a line"),
+        (changed(name=7), "here name: expected a line"),
+        (changed(rounding="up"), "here rounding: expected one of nearest, stochastic, got up"),
+        (changed(rounding=["nearest"]), "here rounding: expected one of"),
+        (changed(window=0), "here window: expected an integer from 1 to 64, got 0"),
+        (changed(window=10**9), "here window: expected an integer from 1 to 64"),
+        (changed(window=4.0), "here window: expected an integer"),
+        (changed(window=True), "here window: expected an integer"),
+        (changed(seed=-1), "here seed: expected an integer from 0"),
+        (changed(conv="int3"), "here conv: expected one of"),
+        (changed(outer=1), "here outer: expected true or false, got 1"),
+        (changed(scales="../other.safetensors"), "here scales: expected null or state_scales.safetensors"),
+        (changed(layers="int8"), "here layers: expected a list of the model's 2 layers, got int8"),
+        (changed(layers=["int8"]), "here layers: expected a list of the model's 2 layers, got 1 of them"),
+        (changed(layers=["int8", None]), "here layers\\[1\\]: expected an object, got None"),
+        (changed(layers=["int8", "int5"]), "here layers\\[1\\]: expected one of .*, got int5"),
+        (changed(layers=["int8", {"dtype": "int8"}]), "layers\\[1\\].except: expected a value"),
+        (
+            changed(layers=["int8", {"dtype": "int8", "except": {"int5": [0]}}]),
+            "layers\\[1\\].except: expected only the keys",
+        ),
+        (
+            changed(layers=["int8", {"dtype": "int8", "except": {"fp16": [4]}}]),
+            "layers\\[1\\].except.fp16: expected an integer from 0 to 3, got 4",
+        ),
+        (
+            changed(layers=["int8", {"dtype": "int8", "except": {"fp16": [0], "fp32": [0]}}]),
+            "layers\\[1\\].except.fp32: expected each head once, got 0",
+        ),
+        (
+            changed(layers=["int8", {"dtype": "int8", "except": {"fp16": [0] * 9}}]),
+            "layers\\[1\\].except.fp16: expected a list of at most 4 heads",
+        ),
+    ],
+)
+def test_a_section_that_is_not_right_is_refused_naming_the_key(section, message):
+    with pytest.raises(Mamba2Error, match=message):
+        read_section(section, BASE, "here")
+
+
+def test_an_attention_layer_has_no_format():
+    section = write_section(some_format(hybrid()))
+    section["layers"][1] = "int8"
+    with pytest.raises(Mamba2Error, match="layers\\[1\\]: expected null for an attention layer, got int8"):
+        read_section(section, hybrid(), "here")
+
+
+@pytest.mark.parametrize("to", ["state-spaces", "hf", "fla"])
+@pytest.mark.parametrize("outer", [False, True])
+def test_the_folder_holds_the_source_and_the_format_and_the_source_is_untouched(tmp_path, to, outer):
+    source = save(tmp_path, to)
+    before = digest(source)
+    written = quantize(source, tmp_path / "out", outer=outer)
+    assert digest(source) == before
+    after = digest(tmp_path / "out")
+    assert set(written.files) == set(after)
+    for name, content in before.items():
+        assert name == "config.json" or after[name] == content
+    assert (to == "state-spaces") == (after["config.json"] == before["config.json"])
+    format, scales = read_saved(open_checkpoint(tmp_path / "out"))
+    assert format == some_format()
+    for kind in ("half_lives", "columns", "conv"):
+        for found, expected in zip(
+            getattr(scales, kind), getattr(some_scales(outer=outer), kind), strict=True
+        ):
+            assert found is expected is None or torch.equal(found, expected)
+
+
+def test_weights_are_links_and_everything_else_is_a_file_of_its_own(tmp_path):
+    source = save(tmp_path, "hf")
+    written = quantize(source, tmp_path / "out")
+    for name in written.files:
+        path = tmp_path / "out" / name
+        assert not path.is_symlink()
+        same = (source / name).exists() and os.path.samefile(path, source / name)
+        assert same == (name == "model.safetensors")
+    assert written.linked == (source / "model.safetensors").stat().st_size
+
+
+def test_weights_are_copied_where_they_cannot_be_linked(tmp_path, monkeypatch):
+    source = save(tmp_path, "hf")
+
+    def refuse(*arguments):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    written = quantize(source, tmp_path / "out")
+    assert written.linked == 0
+    assert not os.path.samefile(tmp_path / "out" / "model.safetensors", source / "model.safetensors")
+    assert digest(tmp_path / "out")["model.safetensors"] == digest(source)["model.safetensors"]
+
+
+def test_a_snapshot_of_links_into_the_hubs_cache_becomes_files(tmp_path):
+    source = save(tmp_path, "hf")
+    snapshot, blobs = tmp_path / "repo" / "snapshots" / "abc", tmp_path / "repo" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(source.iterdir()):
+        path.rename(blobs / str(number))  # there a file's name is the hash of its content
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
+    written = quantize(snapshot, tmp_path / "out")
+    assert written.linked == (snapshot / "model.safetensors").stat().st_size
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+    assert (tmp_path / "out" / "README.md").read_text() == "read me"
+    assert open_checkpoint(tmp_path / "out").config == open_checkpoint(snapshot).config
+
+
+def test_a_link_out_of_the_source_is_not_followed(tmp_path):
+    source = save(tmp_path)
+    (tmp_path / "secret").write_text("secret")
+    (source / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(Mamba2Error, match="expected files inside the folder"):
+        quantize(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_hidden_folders_stay_behind(tmp_path):
+    source = save(tmp_path)
+    (source / ".git").mkdir()
+    (source / ".git" / "config").write_text("")
+    (source / "templates").mkdir()
+    (source / "templates" / "tool.jinja").write_text("x")
+    assert {name for name in quantize(source, tmp_path / "out").files if "/" in name} == {
+        "templates/tool.jinja"
+    }
+
+
+def test_transformers_loads_the_folder_as_the_plain_model(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    source = save(tmp_path, "hf")
+    quantize(source, tmp_path / "out")
+    logits = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
+        for folder in (source, tmp_path / "out")
+    ]
+    assert torch.equal(*logits)
+
+
+def test_mamba_ssm_finds_no_key_that_it_does_not_know(tmp_path):
+    quantize(save(tmp_path), tmp_path / "out")
+    known = {
+        "d_model", "d_intermediate", "n_layer", "vocab_size", "ssm_cfg", "attn_layer_idx", "attn_cfg",
+        "rms_norm", "residual_in_fp32", "fused_add_norm", "pad_vocab_size_multiple", "tie_embeddings",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "out" / "config.json").read_text()).keys() <= known
+    assert find_section(tmp_path / "out")[1].endswith("state_quantization.json")
+
+
+def test_a_configuration_with_infinity_keeps_it(tmp_path):
+    source = save(tmp_path, "hf")
+    edit_json(source / "config.json", time_step_limit=[0.0, float("inf")])
+    quantize(source, tmp_path / "out")
+    assert '"state_quantization"' in (tmp_path / "out" / "config.json").read_text()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["time_step_limit"] == [
+        0.0,
+        float("inf"),
+    ]
+
+
+def test_a_format_replaces_the_one_that_was_there(tmp_path):
+    quantize(save(tmp_path, "hf"), tmp_path / "first", outer=True)
+    other = some_format(seed=9)
+    write_quantized(open_checkpoint(tmp_path / "first"), tmp_path / "second", other, some_scales())
+    format, scales = read_saved(open_checkpoint(tmp_path / "second"))
+    assert format == other
+    assert not scales.outer
+
+
+@pytest.mark.parametrize("to", ["state-spaces", "hf", "fla"])
+def test_converting_takes_the_format_along(tmp_path, to):
+    quantize(save(tmp_path, "hf"), tmp_path / "first", outer=True)
+    convert(tmp_path / "first", tmp_path / "second", to)
+    format, scales = read_saved(open_checkpoint(tmp_path / "second"))
+    assert format == some_format()
+    assert torch.equal(scales.columns[1], some_scales(outer=True).columns[1])
+
+
+def test_the_destination_is_refused_before_anything_is_written(tmp_path):
+    source = save(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    with pytest.raises(Mamba2Error, match="expected a new or empty folder"):
+        quantize(source, tmp_path / "out")
+    with pytest.raises(Mamba2Error, match="expected a new folder, got the source itself"):
+        quantize(source, source)
+    quantize(source, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "mine").exists()
+
+
+def test_a_single_file_cannot_carry_a_format(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(Mamba2Error, match=r"expected a folder, .*, got one file") as caught:
+        check_can_carry("model.gguf", tmp_path / "model.gguf")
+    assert caught.value.hint.startswith("mamba2 convert model.gguf FOLDER --to hf")
+
+
+def test_a_checkpoint_without_a_section_has_no_format(tmp_path):
+    assert saved_state_format(open_checkpoint(save(tmp_path))) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.pop("layers.1.half_lives"),
+            "expected layers.1.half_lives of shape \\(4,\\), got no such",
+        ),
+        (lambda t: t.update(other=torch.ones(1)), "expected only the scales of this format, got other"),
+        (
+            lambda t: t.update({"layers.0.columns": torch.ones(4, 15)}),
+            "layers.0.columns: expected float32 of shape \\(4, 16\\), got torch.float32 \\(4, 15\\)",
+        ),
+        (
+            lambda t: t.update({"layers.0.columns": torch.ones(4, 16, dtype=torch.float64)}),
+            "layers.0.columns: expected float32",
+        ),
+        (lambda t: t["layers.0.columns"].zero_(), "layers.0.columns: expected positive finite numbers"),
+        (lambda t: t["layers.0.columns"].fill_(float("inf")), "layers.0.columns: expected positive finite"),
+        (lambda t: t["layers.1.half_lives"].fill_(float("nan")), "layers.1.half_lives: expected positive"),
+        (lambda t: t["layers.1.conv"].fill_(-1), "layers.1.conv: expected positive"),
+    ],
+)
+def test_scales_that_do_not_belong_to_the_model_are_refused(tmp_path, change, message):
+    quantize(save(tmp_path, "hf"), tmp_path / "out", outer=True)
+    path = tmp_path / "out" / "state_scales.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+    with pytest.raises(Mamba2Error, match=message):
+        saved_state_format(open_checkpoint(tmp_path / "out"))
+
+
+def test_scales_that_are_missing_or_elsewhere_are_refused(tmp_path):
+    quantize(save(tmp_path, "hf"), tmp_path / "out", outer=True)
+    path = tmp_path / "out" / "state_scales.safetensors"
+    path.rename(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(Mamba2Error, match="got no such file"):
+        saved_state_format(open_checkpoint(tmp_path / "out"))
+    path.symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(Mamba2Error, match="expected files inside the folder"):
+        saved_state_format(open_checkpoint(tmp_path / "out"))
+
+
+def test_column_scales_need_their_file(tmp_path):
+    quantize(save(tmp_path, "hf"), tmp_path / "out", outer=True)
+    config = tmp_path / "out" / "config.json"
+    section = json.loads(config.read_text())["state_quantization"]
+    edit_json(config, state_quantization=section | {"scales": None})
+    with pytest.raises(
+        Mamba2Error, match=r"scales: expected state_scales\.safetensors for this format, got none"
+    ):
+        saved_state_format(open_checkpoint(tmp_path / "out"))
+
+
+def test_a_recipe_is_a_section_in_a_file_or_a_configuration_that_holds_one(tmp_path):
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(write_section(some_format(), outer=True)))
+    assert read_recipe(recipe, BASE) == (some_format(), True)
+    quantize(save(tmp_path, "hf"), tmp_path / "out")
+    assert read_recipe(tmp_path / "out" / "config.json", BASE) == (some_format(), False)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "nonsense", "[" * 10000])
+def test_a_recipe_that_is_no_json_object_is_refused(tmp_path, content):
+    (tmp_path / "recipe.json").write_text(content)
+    with pytest.raises(Mamba2Error, match=r"recipe\.json: expected"):
+        read_recipe(tmp_path / "recipe.json", BASE)
+
+
+@pytest.mark.parametrize("config", [BASE, hybrid(), MAMBA1], ids=["mamba2", "hybrid", "mamba1"])
+@pytest.mark.parametrize("outer", [False, True])
+def test_what_was_written_and_loaded_gives_the_logits_of_the_model_it_was_made_of(tmp_path, config, outer):
+    source = save_state_spaces(tmp_path / "plain", config, state_dict(config))
+    write_quantized(
+        open_checkpoint(source), tmp_path / "out", some_format(config), some_scales(config, outer)
+    )
+    columns = some_scales(config, outer).columns if outer else None
+    made = load_model(source, device="cpu").with_state(some_format(config), columns)
+    loaded = load_model(tmp_path / "out", device="cpu")
+    for lm in (made, loaded):
+        assert lm.config == config
+    states = [lm.prefill(IDS[:, :12])[1] for lm in (made, loaded)]
+    for token in range(12, 30):
+        first, second = (
+            lm.step_(IDS[:, token], state) for lm, state in zip((made, loaded), states, strict=True)
+        )
+        assert torch.equal(first, second)
