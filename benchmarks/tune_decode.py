@@ -4,17 +4,16 @@
 
 Every candidate is compiled and compared with torch first, in parallel processes that leave it in Triton's
 cache. Then each model and batch is one CUDA graph of all its layers with random weights, and one kernel at a
-time tries its candidates inside it: that is where its loads overlap the kernel before. Batches of 4 to 16
-are run both ways, with our projections and with the library's. Last come the kernels alone, over all the
-layers, beside the library's product of the same shape.
+time tries its candidates inside it: that is where its loads overlap the kernel before. A batch is run each
+way that could serve it: our products on the ordinary cores ("vector") or the tensor cores ("tensor"), or the
+library's ("library", where in_proj also tries ours, with the convolution at its end). Last come the kernels
+alone, over all the layers, so that weights come from memory: in_proj with the convolution, out_proj with the
+residual.
 """
 
 import argparse
 import json
-import multiprocessing
-import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,19 +21,23 @@ from typing import Any
 from unittest import mock
 
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+from tuning import DEVICE, WORKERS, Config, about, milliseconds, problems, relative_error, short
 
 from mamba_kernels import decode_conv_triton, decode_norm_triton
 from mamba_kernels.backend import use_backend
-from mamba_kernels.decode_layer import embed_step, in_proj_step, lm_head_step, out_proj_step, ssm_step
+from mamba_kernels.decode_layer import (
+    embed_step,
+    in_proj_step,
+    lm_head_step,
+    normalise_step,
+    out_proj_step,
+    ssm_step,
+)
+from mamba_kernels.decode_matmul_triton import blocks_in_flight
 from mamba_kernels.decode_norm import NormBuffers, Normed, normalise
 
-Config = dict[str, Any]
 KERNELS = ("in_proj", "ssm", "out_proj", "lm_head")
 EPS = 1e-5
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Milliseconds a token to beat and to aim at, bf16 weights and state.
 TARGETS = {
     ("130m", 1): (0.27, 0.16),
@@ -71,36 +74,23 @@ class Shape:
         return self.d_ssm + self.conv_dim + self.nheads
 
 
-PARTS = ("state_update", "tokens")
-STATE_UPDATES = (("mamba2", torch.float32), ("mamba2", torch.bfloat16), ("mamba1", torch.float32))
-# Rows of a tile, tiles and warps of a program, cache hints of the state's loads and stores.
-STATE_TILES = {
-    "mamba2": [
-        (4, 2, 1, "", ""), (8, 1, 1, "", ""), (8, 1, 1, "evict_first", ".cs"), (8, 2, 1, "", ""),
-        (8, 4, 1, "", ""), (8, 8, 1, "", ""), (16, 1, 1, "", ""), (16, 1, 1, "evict_first", ".cs"),
-        (16, 1, 2, "", ""), (16, 2, 2, "", ""), (16, 4, 2, "", ""), (32, 1, 4, "", ""),
-        (32, 2, 4, "", ""), (8, 4, 1, "evict_first", ".cs"),
-    ],
-    "mamba1": [(64, 1, 2, "", ""), (32, 1, 1, "", ""), (64, 1, 1, "", "")],
-}  # fmt: skip
 SHAPES = [Shape("130m", 768, 24), Shape("2.7b", 2560, 64)]
 SMOKE = [Shape("tiny", 32, 2, vocab=40, headdim=16, d_state=16)]
 
 
-def in_parts_of_4(x: torch.Tensor, weight: torch.Tensor, out: NormBuffers) -> Normed:
-    """The `Normed` of rows x, in the parts that the smallest tiles leave: the kernel that reads it is
-    compiled for that."""
+def in_parts(x: torch.Tensor, weight: torch.Tensor, out: NormBuffers, columns: int) -> Normed:
+    """The `Normed` of rows x, its squares summed over every `columns` columns."""
     out.scaled.copy_(x * weight)
-    parts = x.shape[1] // 4
-    out.squares[:, :parts] = x.float().square().unflatten(1, (parts, 4)).sum(-1)
+    parts = x.shape[1] // columns
+    out.squares[:, :parts] = x.float().square().unflatten(1, (parts, columns)).sum(-1)
     return out.used(parts, 1, EPS)
 
 
 class Run:
-    """A model of random weights and the buffers of one batch size; whole: with the library's products."""
+    """A model of random weights and the buffers of one batch size, run one way."""
 
-    def __init__(self, shape: Shape, batch: int, whole: bool, layers: int | None = None):
-        self.shape, self.batch, self.whole = shape, batch, whole
+    def __init__(self, shape: Shape, batch: int, way: str, layers: int | None = None):
+        self.shape, self.batch, self.way = shape, batch, way
         self.layers = range(shape.n_layer if layers is None else layers)
         dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
@@ -128,9 +118,12 @@ class Run:
         self.logits = torch.empty(batch, s.vocab, dtype=dtype, device=DEVICE)
         self.product = torch.empty(batch, s.d_model, dtype=dtype, device=DEVICE)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
-        self.stream_normed = in_parts_of_4(self.residual, self.norm, self.stream)
-        self.gated_normed = in_parts_of_4(random(batch, s.d_ssm, scale=1), self.gated_norm, self.gated)
-        if whole:
+        # Rows in as many parts as the kernels ahead leave, for which those that read them are compiled.
+        columns = {"vector": (4, 4), "tensor": (32, 16), "library": (32, 16)}[way]
+        x = random(batch, s.d_ssm, scale=1)
+        self.stream_normed = in_parts(self.residual, self.norm, self.stream, columns[0])
+        self.gated_normed = in_parts(x, self.gated_norm, self.gated, columns[1])
+        if way == "library":
             self.stream = NormBuffers(self.stream.scaled, None)
             self.stream_normed = Normed(self.stream.scaled, None, EPS)
 
@@ -163,6 +156,8 @@ class Run:
             self.step("in_proj", layer, normed, configs["in_proj"], pdl)
             gated = self.step("ssm", layer, None, configs["ssm"], pdl)
             normed = self.step("out_proj", layer, gated, configs["out_proj"], pdl)
+        if self.way == "tensor":  # then the head is the library's
+            normed = normalise_step(normed, self.product, pdl=pdl)
         self.step("lm_head", 0, normed, configs["lm_head"], pdl)
 
     def alone(self, kernel: str, config: Config | None) -> None:
@@ -183,89 +178,79 @@ class Run:
         return numbers[kernel] * size
 
 
-def candidates(shape: Shape, batch: int, whole: bool, kernel: str) -> list[Config]:
+def ways(batch: int) -> list[str]:
+    if batch < 4:
+        return ["vector"]
+    return ["vector", "library"] if batch < 9 else ["tensor", "library"]
+
+
+def candidates(shape: Shape, batch: int, way: str, kernel: str) -> list[Config]:
     """What to try; the fewer the better, as each costs a second of compilation."""
     if kernel == "ssm":
-        tiles = [(4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4)]
+        tiles = [(8, 1), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 4)]
         if batch == 1:
             tiles = [(4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 8)]
         return [{"BLOCK_P": rows, "num_warps": warps} for rows, warps in tiles if rows <= shape.headdim]
-    if whole:
-        return []
     width = shape.d_ssm if kernel == "out_proj" else shape.d_model
-    found = []
+    if way == "vector":
+        return vector_candidates(batch, kernel, width)
+    if kernel == "lm_head" or (way == "library" and kernel == "out_proj"):
+        return []
+    tiles = [(16, 16, 8), (16, 32, 4), (16, 32, 8), (16, 64, 8)]
+    if batch > 16:
+        tiles += [(32, 16, 8), (32, 32, 4), (32, 32, 8), (32, 64, 8)]
+    return [
+        {"BLOCK_M": m, "BLOCK_N": n, "SLICES": warps, "num_warps": warps}
+        | blocks_in_flight(m, n, warps, width, torch.bfloat16)
+        for m, n, warps in tiles
+    ]
+
+
+def vector_candidates(batch: int, kernel: str, width: int) -> list[Config]:
     warp_counts = {768: (1, 4), 1536: (1, 2), 2560: (1, 2), 5120: (2, 4)}.get(width, (1,))
     row_counts = (2, 4, 8) if batch == 1 else (4, 8)
     if kernel == "out_proj":
         row_counts = (4, 8)
     if kernel == "lm_head":
         row_counts = (4, 8, 16) if batch == 1 else (8,)
-    for warps in warp_counts:
-        steps = -(-width // (256 * warps))
-        for rows in row_counts:
-            prefetch = min(steps, max(1, 24 // rows))
-            found.append(
-                {"BLOCK_M": min(batch, 8), "BLOCK_N": rows, "BLOCK_K": 256 * warps, "PREFETCH": prefetch,
-                 "num_warps": warps}
-            )  # fmt: skip
-    return found
+    return [
+        {"BLOCK_M": min(batch, 8), "BLOCK_N": rows, "BLOCK_K": 256 * warps, "num_warps": warps,
+         "PREFETCH": min(-(-width // (256 * warps)), max(1, 24 // rows))}
+        for warps in warp_counts for rows in row_counts
+    ]  # fmt: skip
 
 
-def compile_and_compare(job: tuple[Shape, int, bool, str, Config | None]) -> str | None:
+# A candidate, and the first batch that it is tried at.
+Job = tuple[Shape, int, str, str, Config | None]
+
+
+def key(shape: Shape, way: str, kernel: str, config: Config | None) -> str:
+    return json.dumps([shape.name, way, kernel, config])
+
+
+def compare(job: Job) -> str | None:
     """Run a candidate on one layer beside torch; return what is wrong with it, if anything."""
-    shape, batch, whole, kernel, config = job
-    try:
-        results = []
-        for backend in ("torch", "triton"):
-            torch.manual_seed(0)
-            run = Run(shape if kernel == "lm_head" else replace(shape, vocab=64), batch, whole, layers=1)
-            with use_backend(backend):
-                out = run.step(kernel, 0, None, config, pdl=backend == "triton")
-            out = normalise(out) if isinstance(out, Normed) else out
-            results.append([out, *run.ssm_state, *run.conv_state, run.residual])
-        for reference, ours in zip(*results, strict=True):
-            error = ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
-            if not error < 0.02:
-                return f"relative error {error:.2g} against torch"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:300]
-    return None
+    shape, batch, way, kernel, config = job
+    results = []
+    for backend in ("torch", "triton"):
+        torch.manual_seed(0)
+        run = Run(shape if kernel == "lm_head" else replace(shape, vocab=64), batch, way, layers=1)
+        with use_backend(backend):
+            out = run.step(kernel, 0, None, config, pdl=backend == "triton")
+        out = normalise(out) if isinstance(out, Normed) else out
+        results.append([out, *run.ssm_state, *run.conv_state, run.residual])
+    errors = [relative_error(ours, reference) for reference, ours in zip(*results, strict=True)]
+    return None if all(error < 0.02 for error in errors) else f"relative errors {errors} against torch"
 
 
-def milliseconds(work: Callable[[], None], budget: float = 0.04) -> float:
-    """The time of `work`, as the best of several replays of a CUDA graph; budget in seconds."""
-    work()
-    if DEVICE == "cpu":
-        begin = time.perf_counter()
-        work()
-        return 1e3 * (time.perf_counter() - begin)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        work()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def timed(times: int) -> float:
-        start.record()
-        for _ in range(times):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / times
-
-    once = timed(2)
-    times = max(1, min(50, int(budget * 1e3 / 3 / once)))
-    return min(timed(times) for _ in range(3))
-
-
-def tune(run: Run, broken: dict[str, str]) -> tuple[dict[str, Config | None], list[dict[str, Any]]]:
+def tune(run: Run, broken: set[str]) -> tuple[dict[str, Config | None], list[dict[str, Any]]]:
     """Coordinate descent over the kernels, each candidate timed inside the whole token."""
     best: dict[str, Config | None] = dict.fromkeys(KERNELS)
     now = milliseconds(partial(run.token, best))
-    trials = [{"kernel": "default", "ms": now}]
+    trials: list[dict[str, Any]] = [{"kernel": "default", "ms": now}]
     for kernel in ("in_proj", "out_proj", "ssm", "lm_head"):
-        for config in candidates(run.shape, run.batch, run.whole, kernel):
-            if key(run.shape, run.batch, run.whole, kernel, config) in broken:
+        for config in candidates(run.shape, run.batch, run.way, kernel):
+            if key(run.shape, run.way, kernel, config) in broken:
                 continue
             tried = {**best, kernel: config}
             ms = milliseconds(partial(run.token, tried))
@@ -275,142 +260,40 @@ def tune(run: Run, broken: dict[str, str]) -> tuple[dict[str, Config | None], li
     return best, trials
 
 
-def key(shape: Shape, batch: int, whole: bool, kernel: str, config: Config | None) -> str:
-    return json.dumps([shape.name, batch, whole, kernel, config])
-
-
-def ways(batch: int) -> list[bool]:
-    """Whether to run a batch with the library's products, or both ways, around where these overtake."""
-    return [False] if batch < 4 else [False, True] if batch <= 16 else [True]
-
-
-def cublas_microseconds(run: Run, kernel: str) -> float:
-    """torch.mm of one projection's shape over all layers, per layer."""
-    weights = {"in_proj": run.in_proj, "out_proj": run.out_proj, "lm_head": [run.embedding] * 2}[kernel]
-    x = torch.randn(run.batch, weights[0].shape[1], device=DEVICE).to(weights[0].dtype)
-    out = torch.empty(run.batch, weights[0].shape[0], device=DEVICE, dtype=x.dtype)
-
-    def work() -> None:
-        for weight in weights:
-            torch.mm(x, weight.T, out=out)
-
-    return 1e3 * milliseconds(work) / len(weights)
-
-
-def time_token(shape: Shape, batch: int, whole: bool, broken: dict[str, str]) -> dict[str, Any]:
+def time_token(shape: Shape, batch: int, way: str, broken: set[str]) -> dict[str, Any]:
     """Tune one model and batch, then time the token and its kernels one by one; prints a summary."""
     torch.manual_seed(0)
-    run = Run(shape, batch, whole)
+    run = Run(shape, batch, way)
     configs, trials = tune(run, broken)
     ms = milliseconds(partial(run.token, configs), 0.2)
     plain = milliseconds(partial(run.token, configs, pdl=False))
-    early = ms
-    if whole:  # may the kernels behind a product start early as well?
+    early = None
+    if way == "library":  # may the kernels behind a product start early as well?
         start = decode_norm_triton.early_start
         with (
             mock.patch.object(decode_norm_triton, "late_start", start),
             mock.patch.object(decode_conv_triton, "late_start", start),
         ):
             early = milliseconds(partial(run.token, configs), 0.2)
-    must, aim = TARGETS.get((shape.name, batch), (None, None))
-    print(
-        f"{shape.name} batch {batch:2}{' whole' if whole else ''}: {ms:.3f} ms/token, must {must}, aim {aim} "
-        f"(default configs {trials[0]['ms']:.3f}, without early starts {plain:.3f}, "
-        f"behind products too {early:.3f})"
-    )
     alone = {}
     for kernel in KERNELS:
         count = len(run.layers) if kernel != "lm_head" else 2
         us = 1e3 * milliseconds(partial(run.alone, kernel, configs[kernel])) / count
         alone[kernel] = {"us": us, "GB/s": run.bytes(kernel) / us / 1e3}
-        beside = ""
-        if kernel != "ssm" and batch >= 4:
-            alone[kernel]["cublas_us"] = cublas_microseconds(run, kernel)
-            beside = f", cuBLAS {alone[kernel]['cublas_us']:.1f}"
-        print(
-            f"  {kernel:8} {us:6.1f} us {alone[kernel]['GB/s']:5.0f} GB/s{beside}  {short(configs[kernel])}"
-        )
+    must, aim = TARGETS.get((shape.name, batch), (None, None))
+    print(
+        f"{shape.name} batch {batch} {way}: {ms:.3f} ms/token, must {must}, aim {aim}; "
+        f"{1e3 * (ms - alone['lm_head']['us'] / 1e3) / len(run.layers):.1f} us a layer "
+        f"(default configs {trials[0]['ms']:.3f}, without early starts {plain:.3f}"
+        + (f", early behind products too {early:.3f})" if early else ")")
+    )
+    for kernel, its in alone.items():
+        rate = f"{its['us']:6.1f} us {its['GB/s']:5.0f} GB/s"
+        print(f"  {kernel:8} {rate}  {short(configs[kernel])}", flush=True)
     return {
-        "shape": asdict(shape), "batch": batch, "whole": whole, "ms": ms, "ms_without_pdl": plain,
+        "shape": asdict(shape), "batch": batch, "way": way, "ms": ms, "ms_without_pdl": plain,
         "ms_early_behind_products": early, "configs": configs, "alone": alone, "trials": trials,
     }  # fmt: skip
-
-
-def state_update_arguments(case: str, dtype: torch.dtype, batch: int, smoke: bool) -> list[Any]:
-    """Random arguments of selective_state_update: Mamba-2 of 80 heads x 64 x 128 or Mamba-1 of 5120 x 16."""
-    nheads, headdim, d_state = (80, 64, 128) if case == "mamba2" else (1, 5120, 16)
-    if smoke:
-        nheads, headdim, d_state = 2 if case == "mamba2" else 1, 16, 16
-    narrow = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-
-    def random(*size: int, kind: torch.dtype = narrow) -> torch.Tensor:
-        return torch.empty(*size, dtype=kind, device=DEVICE).normal_()
-
-    state = random(batch, nheads, headdim, d_state, kind=dtype if DEVICE == "cuda" else torch.float32)
-    x, z = random(batch, nheads, headdim), random(batch, nheads, headdim)
-    B, C = random(batch, 1, d_state), random(batch, 1, d_state)
-    if case == "mamba2":
-        dt = random(batch, nheads)[..., None].expand(-1, -1, headdim)
-        dt_bias, D = (random(nheads, kind=torch.float32)[:, None].expand(-1, headdim) for _ in range(2))
-        A = -random(nheads, kind=torch.float32).exp()[:, None, None].expand(-1, headdim, d_state)
-    else:
-        dt, dt_bias, D = random(batch, nheads, headdim), random(nheads, headdim), random(nheads, headdim)
-        A = -random(nheads, headdim, d_state, kind=torch.float32).exp()
-    return [state, x, dt, A, B, C, D, z, dt_bias, True, None]
-
-
-def state_update_configs(case: str, smoke: bool) -> list[Config | None]:
-    tiles = STATE_TILES[case][: 2 if smoke else None]
-    return [None] + [
-        {"BLOCK_P": rows, "TILES": count, "num_warps": warps, "LOAD": load, "STORE": store}
-        for rows, count, warps, load, store in tiles
-    ]
-
-
-def compile_and_compare_update(job: tuple[str, torch.dtype, Config | None, bool]) -> str | None:
-    """Run a candidate of selective_state_update beside torch; return what is wrong with it, if anything."""
-    from mamba_kernels.selective_state_update import selective_state_update_ref
-    from mamba_kernels.selective_state_update_triton import launch
-
-    case, dtype, config, smoke = job
-    try:
-        torch.manual_seed(0)
-        state, *others = state_update_arguments(case, dtype, 2, smoke)
-        kept = state.clone()
-        out = launch(state, *others, None, "mamba", config)
-        expected = selective_state_update_ref(kept, *others)
-        for ours, reference in ((out, expected), (state, kept)):
-            error = ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
-            if not error < 0.01:
-                return f"relative error {error:.2g} against torch"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:300]
-    return None
-
-
-def time_state_update(
-    case: str, dtype: torch.dtype, smoke: bool, broken: dict[str, str]
-) -> list[dict[str, Any]]:
-    """selective_state_update at batch 256, beside a copy and a scaling in place of its state."""
-    from mamba_kernels.selective_state_update_triton import launch
-
-    args = state_update_arguments(case, dtype, 2 if smoke else 256, smoke)
-    state = args[0]
-    print(f"state update {case} {dtype} (batch 256, Mamba-2 fp32/bf16: must 345/195, aim 325/170 us)")
-    copied = torch.empty_like(state)
-    for name, work in (("copy", partial(copied.copy_, state)), ("in place", partial(state.mul_, 0.999))):
-        us = 1e3 * milliseconds(work)
-        print(f"  {us:7.1f} us {2 * state.nbytes / us / 1e3:5.0f} GB/s  for comparison: {name}")
-    trials = []
-    for config in state_update_configs(case, smoke):
-        if str((case, dtype, config, smoke)) in broken:
-            continue
-        us = 1e3 * milliseconds(partial(launch, *args, None, "mamba", config))
-        rate = 2 * state.nbytes / us / 1e3
-        trials.append({"case": case, "state": str(dtype), "config": config, "us": us, "GB/s": rate})
-    for trial in sorted(trials, key=lambda trial: trial["us"]):
-        print(f"  {trial['us']:7.1f} us {trial['GB/s']:5.0f} GB/s  {short(trial['config'])}")
-    return trials
 
 
 def main() -> None:
@@ -419,66 +302,38 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for tune_decode.json")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, to try the script itself")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--batches", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES])
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
+    parser.add_argument("--workers", type=int, default=WORKERS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     shapes = SMOKE if options.smoke else [shape for shape in SHAPES if shape.name in options.shapes]
     began = time.perf_counter()
 
-    jobs = [
-        (shape, batch, whole, kernel, config)
-        for shape in reversed(shapes)  # the largest first
-        for batch in reversed(options.batches)
-        for whole in ways(batch)
-        for kernel in reversed(KERNELS)
-        for config in (None, *candidates(shape, batch, whole, kernel))
-    ]
-    if "tokens" not in options.only:
-        jobs = []
-    updates = [
-        (case, dtype, config, options.smoke)
-        for case, dtype in (STATE_UPDATES if "state_update" in options.only else ())
-        for config in state_update_configs(case, options.smoke)
-    ]
-    if DEVICE == "cuda":
-        with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-            update_problems = pool.map(compile_and_compare_update, updates, chunksize=1)
-            problems = pool.map(compile_and_compare, jobs, chunksize=1)
-    else:
-        update_problems = [compile_and_compare_update(job) for job in updates]
-        problems = [compile_and_compare(job) for job in jobs]
-    broken = {key(*job): problem for job, problem in zip(jobs, problems, strict=True) if problem is not None}
-    broken |= {str(job): problem for job, problem in zip(updates, update_problems, strict=True) if problem}
-    for job, problem in broken.items():
-        print(f"broken: {job}: {problem}")
-    count, seconds = len(jobs) + len(updates), time.perf_counter() - began
-    print(f"{count} candidates compiled and compared in {seconds:.0f} s", flush=True)
+    jobs: dict[str, Job] = {}
+    for shape in reversed(shapes):  # the largest first
+        for batch in options.batches:
+            for way in ways(batch):
+                for kernel in reversed(KERNELS):
+                    for config in (None, *candidates(shape, batch, way, kernel)):
+                        # What is chosen by default depends on the batch, a candidate does not.
+                        name = key(shape, way, kernel, config) + (f" {batch}" if config is None else "")
+                        jobs.setdefault(name, (shape, batch, way, kernel, config))
+    found = dict(zip(jobs, problems(compare, list(jobs.values()), options.workers), strict=True))
+    broken = {name: problem for name, problem in found.items() if problem is not None}
+    for name, problem in broken.items():
+        print(f"broken: {name}: {problem}")
+    print(f"{len(jobs)} candidates compared in {time.perf_counter() - began:.0f} s", flush=True)
 
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu, interpreter",
-        "torch": torch.__version__,
-        "broken": broken,
-        "tokens": [],
-        "state_update": [],
-    }
+    report: dict[str, Any] = about() | {"broken": broken, "tokens": []}
     path = options.out / "tune_decode.json"
     with use_backend("triton"):
-        for case, dtype in STATE_UPDATES if "state_update" in options.only else ():
-            report["state_update"] += time_state_update(case, dtype, options.smoke, broken)
-            path.write_text(json.dumps(report, indent=1))
-        for shape in shapes if "tokens" in options.only else ():
+        for shape in shapes:
             for batch in options.batches:
-                for whole in ways(batch):
-                    report["tokens"].append(time_token(shape, batch, whole, broken))
+                for way in ways(batch):
+                    report["tokens"].append(time_token(shape, batch, way, set(broken)))
                     path.write_text(json.dumps(report, indent=1))
     print(f"{time.perf_counter() - began:.0f} s in all, details in {path}")
-
-
-def short(config: Config | None) -> str:
-    return "default" if config is None else " ".join(f"{k}={v}" for k, v in config.items())
 
 
 if __name__ == "__main__":

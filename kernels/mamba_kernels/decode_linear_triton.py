@@ -79,8 +79,9 @@ def launch_linear(
                 *tensors, *scalars, **options, **config,
                 # Several groups have several scales; a wider type may hold what the weight's cannot.
                 SCALE_FIRST=groups > 1 or (groups == 1 and scaled.dtype.itemsize > weight.dtype.itemsize),
-                BLOCK_PARTS=triton.next_power_of_2(max(parts, 1)), SLICE=decode_matmul_triton.SLICE,
-                INTERPRET=interpreting(),
+                # Room for tiles of 32 of the kernel ahead, so that larger ones compile nothing anew.
+                BLOCK_PARTS=triton.next_power_of_2(max(parts, in_features // 32, 1)),
+                SLICE=decode_matmul_triton.SLICE, INTERPRET=interpreting(),
             )  # fmt: skip
         else:
             packed = weight.dtype.itemsize == 2 and in_features % 2 == 0 and weight.storage_offset() % 2 == 0

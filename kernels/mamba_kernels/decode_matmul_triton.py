@@ -158,25 +158,32 @@ def matmul_kernel(
     )  # fmt: skip
 
 
+def blocks_in_flight(
+    block_m: int, block_n: int, slices: int, in_features: int, dtype: torch.dtype
+) -> dict[str, int]:
+    """How many blocks are on their way, where a lane holds 96 words of the weight and 48 of the rows.
+
+    The weight is loaded a group of AHEAD blocks before its turn, which are then held beside the others.
+    """
+    steps = triton.cdiv(in_features, slices * SLICE)
+    prefetch = max(1, 96 // (block_n * dtype.itemsize // 4))
+    ahead = max(1, 48 // (block_m * dtype.itemsize // 4))
+    if steps > prefetch:
+        ahead = max(1, min(ahead, prefetch // 3))
+        prefetch = max(ahead, prefetch - ahead)
+    return {"PREFETCH": min(steps, prefetch), "AHEAD": min(steps, ahead)}
+
+
 def config_for(batch: int, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
     """Block sizes of a projection of many rows.
 
     Every program reads its rows of the batch after the kernel ahead has ended, and all programs together
-    read them once a tile of outputs: so the largest tiles that still give most processors one. A lane holds
-    up to 96 words of the weight, and half as many of the rows.
+    read them once a tile of outputs: so the largest tiles that still give most processors one.
     """
-    words = dtype.itemsize / 4
-    steps = triton.cdiv(in_features, 8 * SLICE)
     block_m = 16 if batch <= 16 or out_features <= 1024 else 32
     tiles_m = triton.cdiv(batch, block_m)
     # Where the weight does not fit, tiles of 64 leave no registers for what is loaded next.
-    sizes = [n for n in (64, 32) if n == 32 or steps * n * words <= 96]
+    sizes = (64, 32) if in_features * dtype.itemsize <= 1536 else (32,)
     block_n = next((n for n in sizes if triton.cdiv(out_features, n) * tiles_m >= 96), 16)
-    prefetch, ahead = int(96 // (block_n * words)), int(48 // (block_m * words))
-    if steps > prefetch:
-        ahead = max(1, min(ahead, prefetch // 3))
-        prefetch -= ahead
-    return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "SLICES": 8, "num_warps": 8,
-        "PREFETCH": max(1, min(steps, prefetch)), "AHEAD": max(1, min(steps, ahead)),
-    }  # fmt: skip
+    in_flight = blocks_in_flight(block_m, block_n, 8, in_features, dtype)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "SLICES": 8, **in_flight, "num_warps": 8}
