@@ -189,6 +189,15 @@ def test_control_c_ends_an_import_of_torch_that_would_swallow_it(tmp_path):
     assert finish(process) == (130, b"", b"")
 
 
+def test_control_c_before_the_command_line_is_imported_is_silent(tmp_path):
+    (tmp_path / "typer.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom mamba_commands.entry import main\n"
+    process = start(code + "sys.exit(main())")
+    assert process.stdout.readline() == b"begun\n"
+    process.send_signal(signal.SIGINT)
+    assert finish(process) == (130, b"", b"")
+
+
 def test_interrupts_that_were_ignored_stay_ignored():
     body = "import signal; out.data(signal.getsignal(signal.SIGINT).name)"
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PROBE.format(body=body)

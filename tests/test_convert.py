@@ -442,6 +442,8 @@ def test_command_prints_one_strict_json_document(tmp_path, source, capsys):
 def test_command_refuses_wrong_usage_with_2_and_broken_input_with_1(tmp_path, source, capsys):
     assert main(["convert", str(source), str(tmp_path / "x"), "--to", "pdf"]) == 2
     assert main(["convert", str(source), str(tmp_path / "x")]) == 2
+    assert main(["convert", str(source), str(tmp_path / "x"), "--to", "hf", "--max-shard-size", "0"]) == 2
+    assert "error: --max-shard-size: expected a number of bytes" in capsys.readouterr().err
     shutil.copytree(source, tmp_path / "broken")
     os.truncate(tmp_path / "broken" / "pytorch_model.bin", 1000)
     assert main(["convert", str(tmp_path / "broken"), str(tmp_path / "x"), "--to", "hf"]) == 1

@@ -51,7 +51,14 @@ def convert(
     before anything is written. Within one format, with nothing else asked for, it is a copy.
     """
     from mamba_cli.convert import convert as convert_checkpoint
+    from mamba_cli.errors import Mamba2Error
+    from mamba_cli.writing import parse_size
 
+    if max_shard_size is not None:
+        try:
+            parse_size(max_shard_size)
+        except Mamba2Error as error:
+            raise typer.BadParameter(error.message.replace("size", "--max-shard-size", 1)) from error
     out = Output(quiet)
     with out.progress(1, "converting") as advance:
         result = convert_checkpoint(
