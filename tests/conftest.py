@@ -1,6 +1,7 @@
 """Shared fixtures. Triton reads TRITON_INTERPRET when it is imported, so it is set before that."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -8,6 +9,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+
+from checkpoint_testing import save_state_spaces
+from model_testing import BASE
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,3 +48,9 @@ def nan_filled_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small checkpoint to convert, as mamba_ssm writes it."""
+    return save_state_spaces(tmp_path / "source", BASE)
