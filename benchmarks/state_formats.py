@@ -9,7 +9,9 @@ with error feedback: int5:1 is int4 with what rounding took from each number car
 
 These are the decode step's numbers: a state that is written every `window` tokens is what a prefill of
 `window` tokens continues, so tokens are read in blocks, which is faster than the step by as much. Only the
-stagger is left out: here all heads are written after the same token.
+stagger is left out: here all heads are written after the same token. And they are a float32 model's: in
+bfloat16 the activations' rounding alone turns any change of the state, however small, into a mean change of
+0.010 in a token's NLL, more than int8's own 0.003.
 """
 
 import argparse
