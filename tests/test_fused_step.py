@@ -11,7 +11,7 @@ from model_testing import VARIANTS
 from test_model import assert_states_agree, distance, ids_for
 
 SERVED = {name: config for name, config in VARIANTS.items() if FusedStep.serves(config)}
-# Triton's interpreter takes seconds for each: test_decode_layer.py has the kernels' own cases.
+# Triton's interpreter takes seconds for each: the tests of the decode step have the kernels' own cases.
 CASES = [(name, "torch") for name in SERVED] + [("plain", "triton"), ("norm_before_gate", "triton")]
 MANY_ROWS_CASES = [(name, "torch") for name in SERVED] + [("groups_as_heads", "triton")]
 
