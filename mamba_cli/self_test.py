@@ -23,6 +23,8 @@ from mamba_kernels.causal_conv1d import (
 )
 from mamba_kernels.choose_token import choose_token, choose_token_ref
 from mamba_kernels.chunk_scan import mamba_chunk_scan_combined, ssd_recurrent_ref
+from mamba_kernels.decode_layer import lm_head_step
+from mamba_kernels.decode_norm import Normed
 from mamba_kernels.rmsnorm import add_norm_fn, add_norm_ref, rmsnorm_fn, rmsnorm_ref
 from mamba_kernels.selective_scan import selective_scan_fn, selective_scan_ref
 from mamba_kernels.selective_state_update import selective_state_update, selective_state_update_ref
@@ -207,6 +209,18 @@ def _decode_case(
     return Case(operation, partial(decode, True), general, dtype)
 
 
+def _project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Normalised rows times a weight, as the decode step multiplies them: the rows in two factors."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    squares = x.float().square().sum(-1)[:, None, None]
+    lm_head_step(Normed(x, squares, 1e-5), weight, out)
+    return out
+
+
+def _project_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) @ weight.T
+
+
 def _choice_case(operation: str, **options: float) -> Case:
     """One choice for each of three rows, with a random number far from the edges of the tokens' shares."""
 
@@ -275,6 +289,7 @@ CASES = (
         delta_softplus=True, return_last_state=True,
     ),
     _decode_case("fused decode step", batch=2),
+    *_cases("projection of 16 rows", _project, _project_ref, dict(x=(16, 40), weight=(24, 40))),
     # Not bfloat16, which a CPU's linear layers keep in a layout of their own.
     _decode_case("fused decode step, batch 16", batch=16, dtype=torch.float16),
     _decode_case("fused decode step, Mamba-1", batch=2, config=TINY_MAMBA1),
