@@ -14,6 +14,7 @@ import torch
 from mamba_cli.checkpoint import Checkpoint
 from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
+from mamba_cli.quantize.saved import describe_saved
 from mamba_cli.schema import tensor_shapes
 from mamba_cli.state import init_state
 from mamba_cli.state_format import half_lives, parse_state_spec, recommended_format
@@ -104,6 +105,7 @@ class Layer:
 class Inspection:
     """The facts of one checkpoint. `padding` counts the embedding's rows that stand for no token.
 
+    `state_quantization` says in words how the checkpoint wants its state kept, None where it does not.
     `notes` are what a reader should know besides, one line each.
     """
 
@@ -117,6 +119,7 @@ class Inspection:
     stored: tuple[StoredBytes, ...]
     padding: int
     state: tuple[StateBytes, ...]
+    state_quantization: str | None
     tokenizer: TokenizerFacts
     layers: tuple[Layer, ...]
     notes: tuple[str, ...]
@@ -137,6 +140,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, model: str) -> Inspection:
         stored=stored_bytes(checkpoint),
         padding=config.vocab_rows - config.vocab_size,
         state=tuple(state_bytes(config, dtype, lives) for dtype in STATE_DTYPES),
+        state_quantization=describe_saved(checkpoint),
         tokenizer=tokenizer_facts(checkpoint),
         layers=tuple(_layer(config, index, of_layer) for index, of_layer in enumerate(lives)),
         notes=checkpoint.notes,

@@ -61,7 +61,7 @@ def test_json_holds_every_fact_in_strict_json(capsys, model):
     facts = document(capsys, str(GOLDEN / model))
     assert list(facts) == [
         "model", "folder", "format", "reason", "family", "config", "parameters", "stored", "padding", "state",
-        "tokenizer", "layers", "notes",
+        "state_quantization", "tokenizer", "layers", "notes",
     ]  # fmt: skip
     original = json.loads((GOLDEN / model / "config.json").read_text())
     assert facts["format"] == "state-spaces"
@@ -69,6 +69,7 @@ def test_json_holds_every_fact_in_strict_json(capsys, model):
     assert facts["config"]["tie_embeddings"] == original["tie_embeddings"]
     assert facts["padding"] == 112 - 97
     assert [entry["dtype"] for entry in facts["state"]] == ["fp32", "bf16", "fp16", "int8", "fp8", "int4"]
+    assert facts["state_quantization"] is None
     assert len(facts["layers"]) == original["n_layer"]
     for layer in facts["layers"]:
         if layer["kind"] == "attention":

@@ -169,6 +169,8 @@ def _facts(inspection: "Inspection") -> Iterator[tuple[str, Any]]:
     for stored in inspection.stored:
         yield f"bytes.{stored.dtype}", number(stored.nbytes)
     yield "padding", inspection.padding
+    if inspection.state_quantization:
+        yield "state_quantization", inspection.state_quantization
     tokenizer = asdict(inspection.tokenizer)
     yield "tokenizer", tokenizer.pop("kind")
     yield from ((f"tokenizer.{name}", value) for name, value in tokenizer.items() if value is not None)

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,12 +63,6 @@ def print_report(report: Report, out: Output) -> None:
     _print_layers(report, out)
     _title("Measured", out)
     out.table(("definition", "value"), [(name, value) for name, value in _definition(report).items()])
-
-
-def describe_heads(heads: Sequence[str]) -> str:
-    """Say how many heads are kept in which dtype: "int8 x 70, fp16 x 10"."""
-    counts = Counter(heads).most_common()
-    return ", ".join(f"{dtype} x {count}" for dtype, count in counts) if len(counts) > 1 else heads[0]
 
 
 def _title(text: str, out: Output, first: bool = False) -> None:
@@ -139,6 +132,8 @@ def _print_layers(report: Report, out: Output) -> None:
 
 
 def _layers(report: Report) -> list[dict[str, Any]]:
+    from mamba_cli.quantize.section import describe_heads
+
     alone = {layer.layer: layer for layer in report.choice.layers}
     rows = []
     for index, (layer, lives) in enumerate(

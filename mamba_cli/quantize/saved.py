@@ -30,7 +30,7 @@ from mamba_cli.files import (
 )
 from mamba_cli.formats import get_format
 from mamba_cli.publish import check_destination, new_folder
-from mamba_cli.quantize.section import read_section, state_heads, write_section
+from mamba_cli.quantize.section import describe_heads, read_section, state_heads, write_section
 from mamba_cli.state_format import StateFormat
 from mamba_cli.storage import open_tensors
 
@@ -99,6 +99,20 @@ def read_saved(checkpoint: Checkpoint) -> tuple[StateFormat, Scales] | None:
         nothing = (None,) * checkpoint.config.n_layer
         return format, Scales(nothing, nothing, nothing)
     return format, _read_scales(checkpoint.folder, checkpoint.config, outer)
+
+
+def describe_saved(checkpoint: Checkpoint) -> str | None:
+    """Say in one line how a checkpoint wants its state kept; None where it does not say."""
+    saved = read_saved(checkpoint)
+    if saved is None:
+        return None
+    format, scales = saved
+    layers = [layer for layer in format.layers if layer is not None]
+    heads = describe_heads([dtype for layer in layers for dtype in layer.heads])
+    words = [format.name, f"{layers[0].rounding}, written every {layers[0].window} tokens", f"heads {heads}"]
+    words += ["column scales"] * scales.outer
+    words += [f"convolution {format.conv}"] * (format.conv != "auto")
+    return "; ".join(words)
 
 
 def find_section(folder: Path) -> tuple[Any, str] | None:

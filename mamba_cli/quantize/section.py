@@ -10,6 +10,7 @@ A section is untrusted: it has to fit the model exactly, and a key that is not k
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from mamba_cli.config import ModelConfig
@@ -57,6 +58,12 @@ def write_heads(heads: tuple[str, ...]) -> str | dict[str, Any]:
         if dtype != commonest:
             others.setdefault(dtype, []).append(head)
     return {"dtype": commonest, "except": others} if others else commonest
+
+
+def describe_heads(heads: Sequence[str]) -> str:
+    """Say how many heads are kept in which dtype: "int8 x 70, fp16 x 10"."""
+    counts = Counter(heads).most_common()
+    return ", ".join(f"{dtype} x {count}" for dtype, count in counts) if len(counts) > 1 else heads[0]
 
 
 def read_section(section: Any, config: ModelConfig, where: str) -> tuple[StateFormat, bool]:

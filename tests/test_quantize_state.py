@@ -1,0 +1,306 @@
+"""`mamba2 quantize-state`, run through main() over a small checkpoint on disk."""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+from checkpoint_testing import save_state_spaces, state_dict
+from generation_testing import save_word_level
+from mamba_cli.convert import convert
+from mamba_cli.load import load_model
+from mamba_cli.perplexity.plan import make_plan
+from mamba_cli.perplexity.tokens import Document
+from mamba_cli.quantize.report import measure_losses
+from mamba_cli.quantize.section import write_section
+from mamba_cli.quantize.sensitivity import can_widen, measure_layers, only, reach, widen
+from mamba_cli.state_format import StateFormat, layer_seed
+from mamba_commands.app import main
+from mamba_kernels.packed_state import LayerFormat
+from model_testing import BASE, hybrid, make, variant
+from perplexity_testing import NumberTokenizer
+
+IDS = torch.randint(BASE.vocab_size, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+QUICK = ("--device", "cpu", "--window", "24", "--sensitivity-tokens", "40", "--compare", "int4")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A model with logits that differ, and a tokenizer that reads numbers as ids."""
+    folder = tmp_path_factory.mktemp("model")
+    tensors = state_dict(BASE)
+    for name in ("backbone.embedding.weight", "lm_head.weight"):
+        tensors[name] = tensors[name] * 30
+    save_state_spaces(folder / "plain", BASE, tensors)
+    save_word_level(folder / "plain", [str(number) for number in range(BASE.vocab_size)])
+    convert(folder / "plain", folder / "hf", "hf")
+    return str(folder / "hf")
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    (tmp_path / "text.txt").write_text(" ".join(map(str, IDS)))
+    return str(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def run(model, text, capfd):
+    """Run `mamba2 quantize-state MODEL ARGUMENTS` on the text; return (status, stdout, stderr)."""
+
+    def run(*arguments: str, model: str = model):
+        capfd.readouterr()
+        status = main(["quantize-state", model, "--calibrate", text, *QUICK, *arguments])
+        return status, *capfd.readouterr()
+
+    return run
+
+
+def strict(text: str) -> dict:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_without_an_output_it_only_reports(run, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    status, out, err = run()
+    assert status == 0, err
+    assert sorted(tmp_path.rglob("*")) == before
+    tables = [[line.split("\t") for line in table.splitlines()] for table in out.strip().split("\n\n")]
+    assert [table[0][0] for table in tables] == ["format", "format", "tokens read", "layer", "definition"]
+    assert [row[0] for row in tables[0][1:]] == ["fp32", "int4", "int8 *"]
+    assert [row[0] for row in tables[1][1:]] == ["int4", "int8 *"]
+    for table in tables:
+        assert len({len(row) for row in table}) == 1
+
+
+def test_json_holds_the_whole_report(run):
+    status, out, err = run("--json", "--state-dtype", "int4:nearest:2:uniform")
+    assert status == 0, err
+    found = strict(out)
+    assert found["output"] is None
+    section = found["state_quantization"]
+    assert (section["name"], section["rounding"], section["window"]) == (
+        "int4:nearest:2:uniform",
+        "nearest",
+        2,
+    )
+    assert section["layers"] == ["int4", "int4"]
+    by_name = {one["name"]: one for one in found["formats"]}
+    assert list(by_name) == ["fp32", "int4", "int4:nearest:2:uniform"]
+    assert [one["chosen"] for one in found["formats"]] == [False, False, True]
+    assert by_name["fp32"]["loss"] is None
+    loss = by_name["int4"]["loss"]
+    assert loss["kl"] > 0 and loss["nll_change"] > 0 and 0 <= loss["same_top"] <= 1
+    assert sum(position["tokens"] for position in loss["positions"]) == found["tokens"] == 89
+    bytes_of = {name: one["cost"]["state_bytes"] for name, one in by_name.items()}
+    assert bytes_of["int4:nearest:2:uniform"] < bytes_of["fp32"]
+    assert [layer["layer"] for layer in found["layers"]] == [0, 1]
+    assert all(layer["kl"] > 0 and layer["half_life_median"] > 0 for layer in found["layers"])
+
+
+def test_what_is_written_is_what_every_command_then_uses(run, tmp_path, model, capfd):
+    status, out, err = run("-o", str(tmp_path / "out"), "--json", "--state-dtype", "int8:outer:4")
+    assert status == 0, err
+    found = strict(out)
+    assert found["output"] == str(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["state_quantization"] == found["state_quantization"]
+    assert found["state_quantization"]["outer"] is True
+    lm = load_model(tmp_path / "out", device="cpu")
+    assert lm.state_dtype == found["state_quantization"]["name"]
+    plain = load_model(tmp_path / "out", device="cpu", state_dtype="fp32")
+    assert plain.state_dtype == "fp32"
+    # The loss that was reported is the loss of what was written.
+    ids = torch.tensor(plain.tokenizer.encode(" ".join(map(str, IDS))))
+    plan = make_plan([Document(ids, "", False)], plain.tokenizer, "step", 24)
+    [again] = measure_losses([lm], plain, plan)
+    reported = next(one["loss"] for one in found["formats"] if one["chosen"])
+    assert (again.perplexity, again.kl, again.nll_change) == (
+        reported["perplexity"],
+        reported["kl"],
+        reported["nll_change"],
+    )
+    capfd.readouterr()
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert "state_quantization\tint8:4:outer; stochastic, written every 4 tokens" in capfd.readouterr().out
+
+
+def test_a_recipe_is_followed_head_by_head(run, tmp_path):
+    layers = tuple(
+        LayerFormat(("int8", "int4", "int8", "fp16"), "nearest", 3, layer_seed(7, index))
+        for index in range(2)
+    )
+    section = write_section(StateFormat(layers=layers, name="mine"))
+    (tmp_path / "recipe.json").write_text(json.dumps(section))
+    status, out, err = run("--recipe", str(tmp_path / "recipe.json"), "--json")
+    assert status == 0, err
+    assert strict(out)["state_quantization"] == section
+    assert strict(out)["formats"][-1]["name"] == "mine"
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_the_report_fits_a_terminal_of_sixty_columns(run, monkeypatch, columns):
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        status = run("--compare", "bf16,int8,fp8,int4", "--state-dtype", "int4")[0]
+    assert status == 0
+    lines = terminal.getvalue().splitlines()
+    assert max(len(line) for line in lines if not line.startswith("text ")) <= 60  # a path is never cut
+    assert sum("int4 *" in line for line in lines) == 3
+
+
+def test_a_target_that_is_met_widens_nothing(run):
+    status, out, err = run("--json", "--target-ppl-increase", "50%")
+    assert status == 0, err
+    assert strict(out)["widened_layers"] == []
+    assert strict(out)["state_quantization"]["name"] == "int8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--state-dtype", "int5"), "error: --state-dtype: expected one of"),
+        (("--state-dtype", "fp32"), "error: --state-dtype: expected a format narrower than fp32"),
+        (("--compare", "int8,int9"), "error: --state-dtype: expected one of"),
+        (("--target-ppl-increase", "0.5"), "error: --target-ppl-increase: expected a percentage as 0.5%"),
+        (("--target-ppl-increase", "-1%"), "error: --target-ppl-increase: expected a percentage as 0.5%"),
+        (("--recipe", "x.json", "--state-dtype", "int8"), "error: --recipe: expected no --state-dtype"),
+        (
+            ("--target-ppl-increase", "1%", "--sensitivity-tokens", "0"),
+            "error: --sensitivity-tokens: expected some",
+        ),
+        (("--window", "0"), "error: invalid value for '--window'"),
+    ],
+)
+def test_wrong_usage_is_told_in_one_line(run, arguments, message):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith(message)
+    assert len(err.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--recipe", "nowhere.json"), "nowhere.json: expected a recipe in JSON, got no such file"),
+        (("--plot", "picture.txt"), "plot: expected a file name in .png or .svg"),
+        (("--calibrate", "nowhere.txt"), "text: expected"),
+        (("--state-dtype", "int8", "-o", "/proc/nothing/here"), "/proc/nothing/here: expected to write it"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(run, arguments, message):
+    status, _, err = run(*arguments)
+    assert status == 1
+    assert f"error: {message}" in err
+    assert "Traceback" not in err
+
+
+def test_a_destination_with_files_is_refused_before_the_work(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    status, out, err = run("-o", str(tmp_path / "out"))
+    assert (status, out) == (1, "")
+    assert "expected a new or empty folder" in err and "--overwrite" in err
+
+
+def test_a_single_file_is_told_what_to_do(run, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    status, _, err = run("-o", str(tmp_path / "out"), model=str(tmp_path / "model.gguf"))
+    assert status == 1
+    assert "expected a folder, whose configuration can carry state_quantization, got one file" in err
+    assert "hint: mamba2 convert" in err
+
+
+def test_the_built_in_text_stands_in_and_is_named(tmp_path, capfd):
+    arguments = ["quantize-state", "demo", "--max-tokens", "60", *QUICK, "--json"]
+    assert main(arguments) == 0
+    out, err = capfd.readouterr()
+    assert strict(out)["text"] == "built-in text"
+    assert "built-in text: 59 tokens" in err
+
+
+def test_the_plot_is_written(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, _, err = run("--plot", str(tmp_path / "errors.svg"))
+    assert status == 0, err
+    assert (
+        "int8 (chosen)" in (tmp_path / "errors.svg").read_text() or (tmp_path / "errors.svg").stat().st_size
+    )
+
+
+def some_format(config, *heads: str, window: int = 2) -> StateFormat:
+    layers = tuple(
+        None
+        if index in config.attn_layer_idx
+        else LayerFormat(tuple(heads), "stochastic", window, layer_seed(0, index))
+        for index in range(config.n_layer)
+    )
+    return StateFormat(layers=layers, name="test")
+
+
+def test_one_layer_alone_leaves_the_others_in_fp32():
+    format = only(some_format(hybrid(), "int8", "int4", "fp8", "int8"), 2)
+    assert [layer and layer.heads for layer in format.layers] == [
+        ("fp32",) * 4,
+        None,
+        ("int8", "int4", "fp8", "int8"),
+    ]
+
+
+def test_widening_moves_each_head_one_step_and_ends_at_16_bits():
+    format = some_format(BASE, "int4", "int8", "fp8", "fp32")
+    once, twice = widen(format, 1), widen(widen(format, 1), 1)
+    assert once.layers[1].heads == ("int8", "fp16", "fp16", "fp32")
+    assert twice.layers[1].heads == ("fp16", "fp16", "fp16", "fp32")
+    assert twice.layers[0] == format.layers[0]
+    assert can_widen(once, 1) and not can_widen(twice, 1)
+
+
+def lively(config=BASE):
+    """A model whose logits move with its state, and a plan on it."""
+    lm = make(config)
+    lm.model.head.weight.mul_(30)
+    ids = torch.tensor(IDS)
+    return lm, make_plan([Document(ids, "", False)], NumberTokenizer(), "step", 30)
+
+
+def test_the_sensitivity_of_a_layer_is_its_loss_alone():
+    config = variant(n_layer=10)
+    lm, plan = lively(config)
+    format = some_format(config, *["int4"] * 4)
+    found = measure_layers(lm.with_state, format, lm, plan)
+    assert [layer.layer for layer in found] == list(range(10))
+    [alone] = measure_losses([lm.with_state(only(format, 9))], lm, plan)
+    assert (found[9].kl, found[9].nll_change) == (alone.kl, alone.nll_change)
+
+
+def test_the_most_sensitive_layers_are_widened_until_the_target_is_met():
+    lm, plan = lively()
+    format = some_format(BASE, *["int4"] * 4)
+    layers = measure_layers(lm.with_state, format, lm, plan)
+    [first] = measure_losses([lm.with_state(format)], lm, plan)
+    reached = reach(first.change - 1e-9, lm.with_state, format, layers, lm, plan)
+    assert reached.layers[0] == max(layers, key=lambda layer: layer.kl).layer
+    assert reached.met == (reached.loss.change <= first.change - 1e-9)
+    assert reached.format != format
+
+
+def test_a_target_out_of_reach_says_what_was_reached():
+    lm, plan = lively()
+    format = some_format(BASE, *["int8"] * 4)
+    layers = measure_layers(lm.with_state, format, lm, plan)
+    reached = reach(-0.9, lm.with_state, format, layers, lm, plan)
+    assert not reached.met
+    assert {layer.heads for layer in reached.format.layers} == {("fp16",) * 4}
+    assert sorted(reached.layers) == [0, 1]
