@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mamba_cli import fused_step
 from mamba_cli.fused_step import FusedStep
 from mamba_cli.load import random_model
 from mamba_kernels.backend import use_backend
@@ -26,6 +27,16 @@ def test_what_is_served():
     [(*case, 2) for case in CASES] + [(*case, MANY_ROWS) for case in MANY_ROWS_CASES],
 )
 def test_fused_step_is_the_general_step(name, backend, batch, device, nan_filled_empty):
+    check_fused_step(name, backend, batch, device)
+
+
+@pytest.mark.parametrize(("name", "backend"), MANY_ROWS_CASES)
+def test_so_it_is_with_our_products_of_many_rows(name, backend, device, nan_filled_empty, monkeypatch):
+    monkeypatch.setattr(fused_step, "library_rows", lambda d_model, dtype: MANY_ROWS + 1)
+    check_fused_step(name, backend, MANY_ROWS, device)
+
+
+def check_fused_step(name, backend, batch, device):
     config = SERVED[name]
     lm, ids = random_model(config, device=device.type), ids_for(config, batch)
     _, state = lm.prefill(ids[:, :5])
