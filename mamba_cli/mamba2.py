@@ -57,15 +57,14 @@ class Mamba2Mixer:
 
     def step(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
         """Read one token, u (batch, d_model); `state` is updated in place."""
+        on_torch = backend_for(u.device) == "torch"
         zxbcdt = self.in_proj(u)
+        z0, x0, *zxbcdt = self._split(zxbcdt.to(self.A.dtype) if on_torch else zxbcdt)
         if isinstance(state.ssm, PackedState):
-            z0, x0, *zxbcdt = self._split(zxbcdt)
             y = self._step_packed(*zxbcdt, state.conv, state.ssm)
-        elif backend_for(u.device) == "torch":
-            z0, x0, *zxbcdt = self._split(zxbcdt.to(self.A.dtype))
+        elif on_torch:
             y = self.torch_core.step(*zxbcdt, state.conv, state.ssm)
         else:
-            z0, x0, *zxbcdt = self._split(zxbcdt)
             y = self._step(*zxbcdt, state.conv, state.ssm)
         return self.out_proj(self._beside_mlp(y, z0, x0).to(u.dtype))
 

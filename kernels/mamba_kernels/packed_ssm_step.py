@@ -40,7 +40,8 @@ def packed_ssm_step(
 
     Args:
         zxbcdt: (batch, 2 * d_ssm + 2 * ngroups * d_state + nheads), x, B, C after the convolution, in the
-            dtype of packed.x. The columns of z are not read where there is no gate.
+            dtype of packed.x, or in torch a wider one, of which the window keeps what fits it. The columns
+            of z are not read where there is no gate.
         packed: the layer's state; its codes, scales and window change in place.
         dt_bias, A_log: (nheads,). D: (nheads,) or (nheads, headdim). dt = softplus(dt + dt_bias), clamped
             to dt_limit; A = -exp(A_log).
@@ -61,6 +62,8 @@ def packed_ssm_step(
         from mamba_kernels.packed_ssm_step_triton import launch_packed_ssm_step
 
         check(zxbcdt.dtype != torch.float64, "zxbcdt", "float32, bfloat16 or float16", zxbcdt.dtype)
+        expected = f"{packed.x.dtype}, as the state's window"
+        check(zxbcdt.dtype == packed.x.dtype, "zxbcdt", expected, zxbcdt.dtype)
         parts = launch_packed_ssm_step(
             zxbcdt, packed, dt_bias, A_log, D, norm_weight, *out, ngroups=ngroups, dt_limit=dt_limit,
             norm_before_gate=norm_before_gate, gate=gate, slots=state_batch_indices, pdl=pdl, config=config,
@@ -193,7 +196,6 @@ def _check_arguments(
     check(nheads % ngroups == 0, "ngroups", f"a divisor of {nheads} heads", ngroups)
     check_shape("zxbcdt", zxbcdt, (batch, 2 * d_ssm + 2 * ngroups * d_state + nheads))
     check(zxbcdt.stride(1) == 1, "zxbcdt", "unit stride along a row", f"strides {zxbcdt.stride()}")
-    check(zxbcdt.dtype == packed.x.dtype, "zxbcdt", f"{packed.x.dtype}, as the state's window", zxbcdt.dtype)
     check_shape("dt_bias", dt_bias, (nheads,))
     check_shape("A_log", A_log, (nheads,))
     check_shape("D", D, (nheads,) if D.dim() == 1 else (nheads, headdim))
