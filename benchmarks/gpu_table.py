@@ -38,7 +38,7 @@ class Row(NamedTuple):
     work: str
     unit: str
     measure: Callable[[], float]
-    mamba_ssm: float
+    mamba_ssm: float | None
     bound: float
     must: float
     aim: float
@@ -65,7 +65,7 @@ def main() -> None:
             continue
         results.append({"ours": ours} | {name: v for name, v in row._asdict().items() if name != "measure"})
         print(
-            f"{row.work:48} {ours:9.4g} {row.unit:6} mamba_ssm {row.mamba_ssm:<6} bound {row.bound:<6} "
+            f"{row.work:48} {ours:9.4g} {row.unit:6} mamba_ssm {row.mamba_ssm or '-':<6} bound {row.bound:<6} "
             f"must {row.must:<6} aim {row.aim:<6} {verdict(row, ours)}",
             flush=True,
         )
@@ -86,14 +86,18 @@ def rows() -> list[Row]:
     return [
         Row("decode", "decode 130m, batch 1", ms, lambda: decode("130m", 1), 0.644, 0.06, 0.27, 0.16),
         Row(
-            "decode", "decode 130m, batch 64, bf16 state", ms, lambda: decode("130m", 64, bf16),
+            "decode", "decode 130m, batch 64, bf16 state", ms, lambda: decode("130m", 64, "bf16:8"),
             1.33, 0.25, 0.60, 0.40,
         ),
         Row("prefill", "prefill 130m, 32768", speed, lambda: prefill("130m", 32768), 915, 2600, 1200, 1800),
         Row("decode", "decode 2.7b, batch 1", ms, lambda: decode("2.7b", 1), 3.18, 1.34, 1.75, 1.48),
         Row(
-            "decode", "decode 2.7b, batch 64, bf16 state", ms, lambda: decode("2.7b", 64, bf16),
+            "decode", "decode 2.7b, batch 64, bf16 state", ms, lambda: decode("2.7b", 64, "bf16:8"),
             9.68, 3.8, 6.0, 4.6,
+        ),
+        Row(
+            "decode", "decode 2.7b, batch 64, int8 state", ms, lambda: decode("2.7b", 64, "int8"),
+            None, 2.6, 4.5, 3.4,
         ),
         Row("prefill", "prefill 2.7b, 512 tokens", speed, lambda: prefill("2.7b", 512), 3.8, 126, 25, 60),
         Row("prefill", "prefill 2.7b, 2048 tokens", speed, lambda: prefill("2.7b", 2048), 22.4, 126, 60, 90),
@@ -144,10 +148,9 @@ def model(shape: str) -> LanguageModel:
 
 
 @torch.inference_mode()
-def decode(shape: str, batch: int, ssm_dtype: torch.dtype | None = None) -> float:
+def decode(shape: str, batch: int, state_dtype: str = "fp32") -> float:
     """Wall-clock milliseconds a step of the loop that `generate` runs, greedy, read back on the host."""
-    lm = model(shape)
-    lm.ssm_dtype = ssm_dtype
+    lm = model(shape).with_state(state_dtype)
     ids = torch.randint(lm.config.vocab_size, (batch, 16))
     logits, state = lm.prefill(ids)
     greedy = SamplingParams(temperature=0)
@@ -165,7 +168,6 @@ def decode(shape: str, batch: int, ssm_dtype: torch.dtype | None = None) -> floa
 def prefill(shape: str, length: int) -> float:
     """Thousands of tokens a second, wall clock, logits of the last position on the device."""
     lm = model(shape)
-    lm.ssm_dtype = None
     ids = torch.randint(lm.config.vocab_size, (1, length))
     for _ in range(3):
         lm.prefill(ids)

@@ -46,7 +46,7 @@ def speed_table() -> str:
     ]
     for row in results["rows"]:
         lines.append(
-            f"| {row['work']}, {row['unit']} | {row['ours']:.4g} | {row['mamba_ssm']} | {row['bound']} |"
+            f"| {row['work']}, {row['unit']} | {row['ours']:.4g} | {row['mamba_ssm'] or '-'} | {row['bound']} |"
         )
     return "\n".join(lines) + "\n"
 
