@@ -34,10 +34,16 @@ def _penalise(x, seen_ptr, ids, mask, penalty):
 
 
 @triton.jit
-def _fetch(logits_ptr, begin, columns, BLOCK: tl.constexpr):
-    """A block as it is stored. Its mask is of all columns, padding too: whole vectors, unlike the tokens."""
-    ids = begin + tl.arange(0, BLOCK)
-    return tl.load(logits_ptr + ids, mask=ids < columns, other=float("-inf"))
+def _fetch(logits_ptr, begin, columns, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT blocks as they are stored, all asked for before the first is looked at.
+
+    The mask is of all columns, padding too: these end on a vector, unlike the tokens.
+    """
+    blocks = ()
+    for i in tl.static_range(COUNT):
+        ids = begin + i * BLOCK + tl.arange(0, BLOCK)
+        blocks += (tl.load(logits_ptr + ids, mask=ids < columns, other=float("-inf")),)
+    return blocks
 
 
 @triton.jit
@@ -45,15 +51,15 @@ def _prepare(block, seen_ptr, begin, columns, vocab_size, penalty, BLOCK: tl.con
     """A block in float32 after the repetition penalty; -inf where there is no token."""
     ids = begin + tl.arange(0, BLOCK)
     x = _penalise(block.to(tl.float32), seen_ptr, ids, ids < columns, penalty)
-    if begin + BLOCK > vocab_size:
+    if begin + BLOCK > vocab_size:  # also keeps the assembler from moving loads to where they are needed
         x = tl.where(ids < vocab_size, x, float("-inf"))
     return x
 
 
 @triton.jit
 def _load(logits_ptr, seen_ptr, begin, columns, vocab_size, penalty, BLOCK: tl.constexpr):
-    block = _fetch(logits_ptr, begin, columns, BLOCK)
-    return _prepare(block, seen_ptr, begin, columns, vocab_size, penalty, BLOCK)
+    block = _fetch(logits_ptr, begin, columns, BLOCK, 1)
+    return _prepare(block[0], seen_ptr, begin, columns, vocab_size, penalty, BLOCK)
 
 
 @triton.jit
@@ -86,9 +92,7 @@ def _greedy_kernel(
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_block = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, vocab_size, UNROLL * BLOCK):
-        blocks = ()
-        for i in tl.static_range(UNROLL):
-            blocks += (_fetch(logits_ptr, begin + i * BLOCK, columns, BLOCK),)
+        blocks = _fetch(logits_ptr, begin, columns, BLOCK, UNROLL)
         for i in tl.static_range(UNROLL):
             start = begin + i * BLOCK
             x = _prepare(blocks[i], penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
@@ -112,7 +116,7 @@ def _weigh(x, largest, scale):
 @triton.jit
 def _threshold(
     logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, low, bound,
-    MASS: tl.constexpr, BLOCK: tl.constexpr,
+    MASS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The smallest logit above `low` that has less than `bound` above it, in weight (MASS) or in number.
 
@@ -126,12 +130,15 @@ def _threshold(
         measure = tl.zeros((BLOCK,), tl.float32)
         above = tl.full((BLOCK,), float("inf"), tl.float32)
         below = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for begin in range(0, vocab_size, BLOCK):
-            x = _load(logits_ptr, penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
-            is_above = x >= middle
-            measure += tl.where(is_above, _weigh(x, largest, scale) if MASS else 1.0, 0.0)
-            above = tl.minimum(above, tl.where(is_above, x, float("inf")))
-            below = tl.maximum(below, tl.where(is_above, float("-inf"), x))
+        for group in range(0, vocab_size, UNROLL * BLOCK):
+            blocks = _fetch(logits_ptr, group, columns, BLOCK, UNROLL)
+            for i in tl.static_range(UNROLL):
+                begin = group + i * BLOCK
+                x = _prepare(blocks[i], penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
+                is_above = x >= middle
+                measure += tl.where(is_above, _weigh(x, largest, scale) if MASS else 1.0, 0.0)
+                above = tl.minimum(above, tl.where(is_above, x, float("inf")))
+                below = tl.maximum(below, tl.where(is_above, float("-inf"), x))
         less = tl.sum(measure.to(tl.float64), axis=0) < bound
         high = tl.where(less, tl.maximum(tl.max(below, axis=0), low), high)
         low = tl.where(less, low, tl.min(above, axis=0))
@@ -142,7 +149,7 @@ def _threshold(
 def _choose_by_search(
     logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, reach,
     uniform, top_k, top_p, min_p,
-    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The choice from the whole row: thresholds first, then the sums of what is kept."""
     lane = tl.arange(0, BLOCK)
@@ -151,7 +158,7 @@ def _choose_by_search(
     if HAS_TOP_K:
         low = _threshold(
             logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, low,
-            top_k, False, BLOCK,
+            top_k, False, BLOCK, UNROLL,
         )  # fmt: skip
         least = tl.maximum(least, _weigh(low, largest, scale))
     if HAS_TOP_P:
@@ -160,12 +167,15 @@ def _choose_by_search(
         sums = tl.zeros((BLOCK,), tl.float64)
         greater = tl.zeros((BLOCK,), tl.int32)
         equal = tl.zeros((BLOCK,), tl.int32)
-        for begin in range(0, vocab_size, BLOCK):
-            x = _load(logits_ptr, penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
-            w = _weigh(x, largest, scale)
-            sums += tl.where(w > last, w, 0.0).to(tl.float64)
-            greater += (w > last).to(tl.int32)
-            equal += (w == last).to(tl.int32)
+        for group in range(0, vocab_size, UNROLL * BLOCK):
+            blocks = _fetch(logits_ptr, group, columns, BLOCK, UNROLL)
+            for i in tl.static_range(UNROLL):
+                begin = group + i * BLOCK
+                x = _prepare(blocks[i], penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
+                w = _weigh(x, largest, scale)
+                sums += tl.where(w > last, w, 0.0).to(tl.float64)
+                greater += (w > last).to(tl.int32)
+                equal += (w == last).to(tl.int32)
         total = tl.sum(sums, axis=0)
         needed = tl.sum(equal, axis=0)
         if HAS_TOP_K:
@@ -173,24 +183,30 @@ def _choose_by_search(
         total += needed.to(tl.float64) * last.to(tl.float64)
         edge = _threshold(
             logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, low,
-            top_p * total, True, BLOCK,
+            top_p * total, True, BLOCK, UNROLL,
         )  # fmt: skip
         least = tl.maximum(least, _weigh(edge, largest, scale))
 
     total = tl.full((), 0.0, tl.float64)
-    for begin in range(0, vocab_size, BLOCK):
-        x = _load(logits_ptr, penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
-        w = _weigh(x, largest, scale)
-        total += tl.sum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
+    for group in range(0, vocab_size, UNROLL * BLOCK):
+        blocks = _fetch(logits_ptr, group, columns, BLOCK, UNROLL)
+        for i in tl.static_range(UNROLL):
+            begin = group + i * BLOCK
+            x = _prepare(blocks[i], penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
+            w = _weigh(x, largest, scale)
+            total += tl.sum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
     target = uniform * total
     before = tl.full((), 0.0, tl.float64)
     start = -1  # of the block that passes the target
-    for begin in range(0, vocab_size, BLOCK):
-        x = _load(logits_ptr, penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
-        w = _weigh(x, largest, scale)
-        after = before + tl.sum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
-        start = tl.where((start < 0) & (after > target), begin, start)
-        before = tl.where(start < 0, after, before)
+    for group in range(0, vocab_size, UNROLL * BLOCK):
+        blocks = _fetch(logits_ptr, group, columns, BLOCK, UNROLL)
+        for i in tl.static_range(UNROLL):
+            begin = group + i * BLOCK
+            x = _prepare(blocks[i], penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
+            w = _weigh(x, largest, scale)
+            after = before + tl.sum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
+            start = tl.where((start < 0) & (after > target), begin, start)
+            before = tl.where(start < 0, after, before)
     x = _load(logits_ptr, penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
     w = _weigh(x, largest, scale)
     cumulative = before + tl.cumsum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
@@ -258,9 +274,7 @@ def _sample_kernel(
     lane = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for begin in range(0, vocab_size, UNROLL * BLOCK):
-        blocks = ()
-        for i in tl.static_range(UNROLL):
-            blocks += (_fetch(logits_ptr, begin + i * BLOCK, columns, BLOCK),)
+        blocks = _fetch(logits_ptr, begin, columns, BLOCK, UNROLL)
         for i in tl.static_range(UNROLL):
             start = begin + i * BLOCK
             x = _prepare(blocks[i], penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
@@ -320,7 +334,7 @@ def _sample_kernel(
         if search:
             token = _choose_by_search(
                 logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, reach,
-                uniform, top_k, top_p, min_p, HAS_TOP_K, HAS_TOP_P, BLOCK,
+                uniform, top_k, top_p, min_p, HAS_TOP_K, HAS_TOP_P, BLOCK, UNROLL // 2,
             )  # fmt: skip
     _finish(token, row, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr)
 
@@ -375,19 +389,19 @@ def launch_sample(
     """Sample each row; allocates a work area for the candidates."""
     batch = logits.shape[0]
     unit = stride_unit(logits.stride(0), logits.shape[1])
-    config = {"CHUNK": 32} | (config or config_for(logits))
     has_top_k = 0 < top_k < vocab_size
     room = max(128, triton.next_power_of_2(2 * top_k)) if has_top_k else 0
     room = 0 if room > MOST_CANDIDATES else room
+    config = {"ROOM": room, "CHUNK": 32} | (config or config_for(logits))
     scale = LOG2E / min(temperature, LARGEST_TEMPERATURE)
-    work = torch.empty(batch, 3 * room, dtype=torch.int32, device=logits.device)
+    work = torch.empty(batch, 3 * config["ROOM"], dtype=torch.int32, device=logits.device)
     with torch.cuda.device_of(logits):
         _sample_kernel[(batch,)](
             logits, _as_bytes(penalised), token_ids, turn, history, _as_bytes(seen), uniform, work,
             logits.shape[1] // unit, vocab_size, batch, 1 if history is None else history.shape[0],
             logits.stride(0) // unit, penalty,
             scale, SMALLEST_EXPONENT / scale, top_k, top_p, min_p,
-            UNIT=unit, HAS_TOP_K=has_top_k, HAS_TOP_P=top_p < 1, ROOM=room,
+            UNIT=unit, HAS_TOP_K=has_top_k, HAS_TOP_P=top_p < 1,
             BLOCKS=triton.next_power_of_2(triton.cdiv(vocab_size, config["BLOCK"])),
             **config, **early_start(pdl, logits),
         )  # fmt: skip
