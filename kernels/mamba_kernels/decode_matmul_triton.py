@@ -37,7 +37,7 @@ def _start_of_tile(ptr, stride, first, rows, R: tl.constexpr, SLICES: tl.constex
 def _load_block(
     start, step, VOLATILE: tl.constexpr, K: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr
 ):  # fmt: skip
-    """Block `step` of K of a tile."""
+    """Block `step` of K of a tile. VOLATILE: such loads keep their order."""
     ptrs, k = start
     begin: tl.constexpr = step * SLICES * SLICE
     if begin + SLICES * SLICE > K:
@@ -94,9 +94,9 @@ def matmul_kernel(
 ):  # fmt: skip
     """Program (tile of BLOCK_N outputs) * (tiles of the batch) + (tile of BLOCK_M rows of it), all of K.
 
-    The first PREFETCH blocks of the weight (SLICES, BLOCK_N, SLICE) wait in registers for the kernel
-    before; AHEAD blocks of the rows are on their way at a time. SCALE_FIRST: rows are normalised before
-    they are multiplied, not after.
+    SLICES: at least 2, as many as warps. The first PREFETCH blocks of the weight wait in registers for the
+    kernel before; of the rows a group of AHEAD blocks, not more than PREFETCH, is on its way at a time.
+    SCALE_FIRST: rows are normalised before they are multiplied, not after.
     """
     start_next(PDL)
     tiles_m = tl.cdiv(batch, BLOCK_M)
@@ -132,6 +132,8 @@ def matmul_kernel(
         for group in tl.static_range(GROUPS):
             scales += (tl.rsqrt(tl.sum(squares[group], axis=1) / (K // GROUPS) + eps),)
 
+    # A group is multiplied from its last block on. As the loads keep their order, the first product then
+    # has all of them under way; the compiler would set each load behind the products of the one before.
     sums = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
     for begin in tl.static_range(0, STEPS, AHEAD):
         if begin > 0:

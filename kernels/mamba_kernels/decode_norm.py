@@ -4,8 +4,8 @@ An RMS norm needs a whole row before it can give any of it, which would cost a k
 is made one tile at a time: the row times the norm's weight, and partial sums of the row's squares. The
 projection that reads it scales its sums by 1/RMS, as W (x * w / rms(x)) = (W (x * w)) / rms(x).
 
-A batch of many rows has programs enough without tiles, and its products are a library's, which scales
-nothing: there the rows are normalised whole.
+A library's product scales nothing: where many rows are multiplied by one, they are normalised whole, which
+a batch of them has programs enough for.
 """
 
 from typing import NamedTuple
