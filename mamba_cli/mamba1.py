@@ -8,7 +8,9 @@ from mamba_cli.linear import Linear
 from mamba_cli.mamba2 import advance_window
 from mamba_cli.state import SSMState
 from mamba_cli.weights import Weights
+from mamba_kernels.backend import backend_for
 from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from mamba_kernels.mixer_cpu import Mamba1Core
 from mamba_kernels.selective_scan import selective_scan_fn
 from mamba_kernels.selective_state_update import selective_state_update
 
@@ -27,6 +29,7 @@ class Mamba1Mixer:
         self.A = -weights("A_log").exp()
         self.D = weights("D")
         self.out_proj = Linear(weights("out_proj.weight"), weights.optional("out_proj.bias"))
+        self.torch_core = Mamba1Core(self.conv_weight, self.conv_bias, self.dt_bias, self.A, self.D)
 
     def prefill(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
         """Read seqlen tokens; `state` is updated in place."""
@@ -56,6 +59,8 @@ class Mamba1Mixer:
 
     def step(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
         """Read one token, u (batch, d_model); `state` is updated in place."""
+        if backend_for(u.device) == "torch":
+            return self._step_on_torch(u, state)
         x, z = self.in_proj(u).chunk(2, -1)
         conv = causal_conv1d_update(x, state.conv, self.conv_weight, self.conv_bias, "silu")
         dt, B, C = self._project(conv)
@@ -63,6 +68,13 @@ class Mamba1Mixer:
             state.ssm, conv, dt, self.A, B, C, D=self.D, z=z, dt_bias=self.dt_bias, dt_softplus=True
         )
         return self.out_proj(y)
+
+    def _step_on_torch(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
+        core = self.torch_core
+        x, z = self.in_proj(u).to(core.wide).chunk(2, -1)
+        x = core.convolve(x, state.conv)
+        dt, B, C = (part.to(core.wide) for part in self._project(x.to(u.dtype)))
+        return self.out_proj(core.advance(x, z, dt, B, C, state.ssm).to(u.dtype))
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return dt (..., d_inner) before its bias, B and C (..., d_state) of x (..., d_inner)."""

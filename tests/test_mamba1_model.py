@@ -52,6 +52,17 @@ def test_bf16_is_near_the_recurrence(config):
     assert distance(steps, expected) < 2e-2
 
 
+@pytest.mark.parametrize("ssm_dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_state_is_near_the_recurrence(ssm_dtype):
+    lm, ids = make(MAMBA1), ids_for(MAMBA1)
+    expected = oracle_logits(MAMBA1, random_tensors(MAMBA1), ids)
+    lm.ssm_dtype = ssm_dtype
+    state = lm.init_state(2)
+    assert state.layers[0].ssm.dtype == ssm_dtype
+    steps = torch.stack([lm.step_(ids[:, t], state) for t in range(ids.shape[1])], 1)
+    assert distance(steps, expected) < 2e-2
+
+
 def test_a_row_alone_is_the_row_in_a_batch():
     lm, ids = make(MAMBA1, "float64"), ids_for(MAMBA1, batch=3)
     together, state = lm.prefill(ids[:, :20])

@@ -1,4 +1,4 @@
-"""What a Mamba-2 mixer does between its two projections, for a CPU (or torch on any device).
+"""What a mixer does between its projections, for a CPU (or torch on any device).
 
 On rows as short as a token's, a torch operation costs its microsecond or two whatever it does, and on long
 ones what its passes over memory cost. So there are few operations, what depends on weights alone is prepared
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_kernels.chunk_scan_torch import ssd_chunked_
+from mamba_kernels.discretization import LOG2E
 
 # Tokens of a prompt that go through the convolution, the scan and the gate at once.
 PIECE = 256
@@ -92,11 +93,8 @@ class MixerCore:
         """Read one token: z, xBC and dt without an axis for tokens, and wide."""
         batch, nheads, headdim, d_state = ssm_state.shape
         ngroups = self.ngroups
-        rows = conv_state.transpose(1, 2)
-        window = torch.cat((rows[:, 1:], xBC.unsqueeze(1)), 1)  # (batch, d_conv, conv_dim)
-        rows.copy_(window)
-        conv = window.mul_(self.taps).sum(1).add_(self.conv_bias)
-        x, B, C = self._split(F.silu(conv, inplace=True), d_state)
+        conv = _convolve_token(xBC, conv_state, self.taps, self.conv_bias)
+        x, B, C = self._split(conv, d_state)
         x = x.view(batch, nheads, headdim)
         dt = self._step_sizes(dt)
 
@@ -163,3 +161,66 @@ class MixerCore:
         if self.norm is None:
             return y.mul_(gate)
         return self.norm(y).mul_(gate) if self.norm_before_gate else self.norm(y.mul_(gate))
+
+
+class Mamba1Core:
+    """A token between the projections of a Mamba-1 mixer (Gu and Dao 2023, section 3 and algorithm 2):
+
+        x = silu(sum over k of taps[k] window[k] + bias)                        convolve
+        h = exp(dt A) h + dt x B;   y = (h C + D x) silu(z)                     advance
+
+    Args:
+        conv_weight: (d_inner, d_conv). conv_bias: (d_inner,) or None.
+        dt_bias, D: (d_inner,), wide. A: (d_inner, d_state), wide and negative.
+    """
+
+    def __init__(
+        self,
+        conv_weight: torch.Tensor,
+        conv_bias: torch.Tensor | None,
+        dt_bias: torch.Tensor,
+        A: torch.Tensor,
+        D: torch.Tensor,
+    ):
+        self.wide = A.dtype
+        self.taps = conv_weight.to(self.wide).t().contiguous()  # (d_conv, d_inner)
+        self.conv_bias = A.new_zeros(()) if conv_bias is None else conv_bias.to(self.wide)
+        self.dt_bias, self.D = dt_bias, D
+        self.A_base2 = A * LOG2E  # exp2 takes a third of exp's time
+
+    def convolve(self, x: torch.Tensor, conv_state: torch.Tensor) -> torch.Tensor:
+        """Read x (batch, d_inner), wide; move conv_state (batch, d_inner, d_conv) on, return x, wide."""
+        return _convolve_token(x, conv_state, self.taps, self.conv_bias)
+
+    def advance(
+        self,
+        x: torch.Tensor,
+        z: torch.Tensor,
+        dt: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        ssm_state: torch.Tensor,
+    ) -> torch.Tensor:
+        """Advance ssm_state (batch, d_inner, d_state) in place, which is rounded, if at all, after its use.
+
+        x, z, dt: (batch, d_inner); B, C: (batch, d_state); all wide, dt without its bias, z to be
+        overwritten. Returns y (batch, d_inner), wide.
+        """
+        dt = F.softplus(dt + self.dt_bias)
+        h = ssm_state.to(self.wide)
+        h.mul_(torch.mul(dt.unsqueeze(-1), self.A_base2).exp2_())
+        h.addcmul_((dt * x).unsqueeze(-1), B.unsqueeze(1))
+        if h is not ssm_state:
+            ssm_state.copy_(h)
+        y = torch.bmm(h, C.unsqueeze(-1)).squeeze(-1)
+        return y.addcmul_(self.D, x).mul_(F.silu(z, inplace=True))
+
+
+def _convolve_token(
+    x: torch.Tensor, conv_state: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """silu(convolution) at x (batch, channels), wide, after which conv_state has x as its newest column."""
+    rows = conv_state.transpose(1, 2)
+    window = torch.cat((rows[:, 1:], x.unsqueeze(1)), 1)  # (batch, d_conv, channels)
+    rows.copy_(window)
+    return F.silu(window.mul_(taps).sum(1).add_(bias), inplace=True)
