@@ -10,11 +10,13 @@ import triton.language as tl
 from mamba_kernels.backend import interpreting
 from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wait_for_previous
 from mamba_kernels.packed_state import LayerFormat, PackedState
-from mamba_kernels.state_codes import STATE_DTYPES, first_key
+from mamba_kernels.state_codes import FORMATS, STATE_DTYPES, first_key
 from mamba_kernels.state_codes_triton import (
+    INT4,
     decode,
     decoded_unit,
     encode,
+    is_integer,
     is_scaled,
     per_word,
     rounding_key,
@@ -97,6 +99,7 @@ def _advance_rows(
     BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
     D_SSM: tl.constexpr = NHEADS * HEADDIM
     BC: tl.constexpr = NHEADS // HEADS_PER_GROUP * D_STATE
+    INTEGER: tl.constexpr = is_integer(KIND) and BLOCK_W >= 8  # the least that tl.dot takes
     group = head // HEADS_PER_GROUP
     w = tl.arange(0, BLOCK_W)
     n = tl.arange(0, BLOCK_N)
@@ -105,7 +108,10 @@ def _advance_rows(
     p_in = inside(p, HEADDIM, BLOCK_P)
     if WINDOW > 1:
         # Most heads need no more of their state than this. A head that folds finds it in the caches.
-        words = _load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
+        if INTEGER:
+            codes = _load_bytes(codes_ptr, p, p_in, WORDS, BLOCK_W)
+        else:
+            codes = _load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
         tl.debug_barrier()  # else the compiler puts these loads behind those that have to wait for others
     position = tl.load(position_ptr + slot)
     A = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
@@ -136,20 +142,20 @@ def _advance_rows(
         key = rounding_key(seed, position, head)
         square = tl.zeros((1,), tl.float32)
         for begin in range(tile * BLOCK_P, tile * BLOCK_P + BLOCK_P, FOLD_P):
-            p = begin + tl.arange(0, FOLD_P)
-            p_in = inside(p, HEADDIM, FOLD_P)
-            x_now = tl.load(x_ptr + p, mask=p_in, other=0.0)
-            tl.store(this_x_ptr + p, x_now, mask=p_in)
+            rows = begin + tl.arange(0, FOLD_P)
+            rows_in = inside(rows, HEADDIM, FOLD_P)
+            x = tl.load(x_ptr + rows, mask=rows_in, other=0.0)
+            tl.store(this_x_ptr + rows, x, mask=rows_in)
             y = _fold(
                 codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, B_ptr, C_ptr,
-                x_now.to(tl.float32), dt, A, position, count, key, p, p_in, w, KIND, NHEADS, D_STATE, D_SSM,
-                BC, WINDOW, STOCHASTIC, FOLD_P, BLOCK_W, INTERPRET,
+                x.to(tl.float32), dt, A, position, count, key, rows, rows_in, w, KIND, NHEADS, D_STATE, D_SSM,
+                BC, WINDOW, STOCHASTIC, FOLD_P, BLOCK_W, BLOCK_AGE, INTERPRET,
             )  # fmt: skip
-            y += tl.load(D_ptr + p * D_P, mask=p_in, other=0.0).to(tl.float32) * x_now.to(tl.float32)
-            norm_weight = y
+            y += tl.load(D_ptr + rows * D_P, mask=rows_in, other=0.0).to(tl.float32) * x.to(tl.float32)
+            weight = y
             if NORM != "none":
-                norm_weight = tl.load(norm_weight_ptr + p, mask=p_in, other=0.0)
-            square += _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
+                weight = tl.load(norm_weight_ptr + rows, mask=rows_in, other=0.0)
+            square += _finish(y, z_ptr, weight, scaled_ptr, rows, rows_in, GATE, NORM)
     else:
         age = tl.arange(0, BLOCK_AGE)
         ring = (position + (2 * WINDOW - 1) - age) % WINDOW
@@ -172,19 +178,22 @@ def _advance_rows(
         C = tl.load(C_ptr + n, mask=n_in, other=0.0).to(tl.float32)
         B = tl.load(B_ptr + n, mask=n_in, other=0.0).to(tl.float32)
         tl.store(this_x_ptr + p, x_now, mask=p_in)
-        fields = decode(words, KIND)
-        products = tl.zeros((BLOCK_P, BLOCK_W), tl.float32)
-        for field in tl.static_range(FIELDS):
-            C_part = _load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
-            if columns_ptr is not None and is_scaled(KIND):
-                C_part *= _load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
-            products += fields[field] * C_part[None, :]
-        decay = tl.exp(A * (dt + tl.sum(past_dt, axis=0))) * decoded_unit(KIND)
+        if INTEGER:
+            y = _integer_dot(codes, C_ptr, columns, KIND, WORDS, D_STATE, BLOCK_W, INTERPRET)
+        else:
+            fields = decode(codes, KIND)
+            products = tl.zeros((BLOCK_P, BLOCK_W), tl.float32)
+            for field in tl.static_range(FIELDS):
+                C_part = _load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
+                if columns_ptr is not None and is_scaled(KIND):
+                    C_part *= _load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
+                products += fields[field] * C_part[None, :]
+            y = tl.sum(products, axis=1) * decoded_unit(KIND)
+        y *= scale * tl.exp(A * (dt + tl.sum(past_dt, axis=0)))
         weight = past_dt * tl.exp(A * (dt + tl.cumsum(newer_dt, axis=0)))
         weight *= tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)
-        y = tl.sum(past_x.to(tl.float32) * weight[:, None], axis=0)
+        y += tl.sum(past_x.to(tl.float32) * weight[:, None], axis=0)
         y += (D + dt * tl.sum(B * C, axis=0)) * x_now.to(tl.float32)
-        y += tl.sum(products, axis=1) * (scale * decay)
         square = _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
 
     if NORM != "none":
@@ -203,21 +212,29 @@ def _fold(
     x, dt, A, position, count, key, p, p_in, w,
     KIND: tl.constexpr, NHEADS: tl.constexpr, D_STATE: tl.constexpr, D_SSM: tl.constexpr, BC: tl.constexpr,
     WINDOW: tl.constexpr, STOCHASTIC: tl.constexpr, FOLD_P: tl.constexpr, BLOCK_W: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    BLOCK_AGE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Move the stored rows p (FOLD_P,) on to this token, of input x and dt; return C h."""
     FIELDS: tl.constexpr = per_word(KIND)
     WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
     words = _load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
     scale = _load_scale(scales_ptr, p, p_in, KIND)
-    # First the inputs, each decayed by what came after it; the newest first.
+    age = tl.arange(0, BLOCK_AGE)
+    rings = (position + (2 * WINDOW - 1) - age) % WINDOW
+    total = dt + tl.sum(tl.load(past_dt_ptr + rings * NHEADS, mask=age < count, other=0.0), axis=0)
+    scale *= tl.exp(A * total) * decoded_unit(KIND)
+    fields = decode(words, KIND)
     state = ()
     for field in tl.static_range(FIELDS):
+        part = fields[field] * scale[:, None]
+        if columns is not None and is_scaled(KIND):
+            part *= _load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
         now = _load_columns(B_ptr, w, field, WORDS, D_STATE, BLOCK_W)
-        state += ((dt * x)[:, None] * now[None, :],)
+        state += (part + (dt * x)[:, None] * now[None, :],)
+    # The inputs that are not in the stored state, each decayed by what came after it; the newest first.
     since = dt
-    for age in range(0, count):
-        ring = (position + (WINDOW - 1) - age) % WINDOW
+    for back in range(0, count):
+        ring = (position + (WINDOW - 1) - back) % WINDOW
         past_dt = tl.load(past_dt_ptr + ring * NHEADS)
         past_x = tl.load(past_x_ptr + ring * D_SSM + p, mask=p_in, other=0.0).to(tl.float32)
         past_x *= past_dt * tl.exp(A * since)
@@ -227,21 +244,15 @@ def _fold(
             past_B = _load_columns(past_B_ptr + ring * BC, w, field, WORDS, D_STATE, BLOCK_W)
             moved += (state[field] + past_x[:, None] * past_B[None, :],)
         state = moved
-    factor = scale * (tl.exp(A * since) * decoded_unit(KIND))
-    fields = decode(words, KIND)
     products = tl.zeros((FOLD_P, BLOCK_W), tl.float32)
     rounded = ()
     for field in tl.static_range(FIELDS):
-        C = _load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
-        part = fields[field] * factor[:, None]
+        products += state[field] * _load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
+        part = state[field]
         if columns is not None and is_scaled(KIND):
             column = _load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
-            part = part * column[None, :] + state[field]
-            products += part * C[None, :]
-            part *= tl.div_rn(tl.full((BLOCK_W,), 1.0, tl.float32), tl.where(column > 0, column, 1.0))[None, :]
-        else:
-            part += state[field]
-            products += part * C[None, :]
+            inverse = tl.div_rn(tl.full((BLOCK_W,), 1.0, tl.float32), tl.where(column > 0, column, 1.0))
+            part *= inverse[None, :]
         rounded += (part,)
     words, scale = encode(rounded, p, w, key, KIND, WORDS, STOCHASTIC, INTERPRET)
     word_in = p_in[:, None] & inside(w, WORDS, BLOCK_W)[None, :]
@@ -249,6 +260,72 @@ def _fold(
     if is_scaled(KIND):
         tl.store(scales_ptr + p, scale, mask=p_in)
     return tl.sum(products, axis=1)
+
+
+@triton.jit
+def _integer_dot(
+    codes, C_ptr, columns, KIND: tl.constexpr, WORDS: tl.constexpr, D_STATE: tl.constexpr,
+    BLOCK_W: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Sum rows of int8 or int4 codes, bytes (P, 4 * BLOCK_W) in int8, times C (and the columns' factors).
+
+    C as an integer of 29 bits, in 4 parts of 7 and the sign, goes through the tensor cores beside the codes
+    as they are: a fifth of the instructions of converting each code, and exact.
+    """
+    byte = tl.arange(0, 4 * BLOCK_W)
+    part = tl.arange(0, 4)
+    # int4: field 2k is the lower half of byte k of a word, 2k + 1 the upper.
+    field = byte % 4 * (2 if KIND == INT4 else 1)
+    even = _load_at(C_ptr, columns, byte // 4, field, WORDS, D_STATE)
+    top = tl.max(tl.abs(even), axis=0)
+    if KIND == INT4:
+        odd = _load_at(C_ptr, columns, byte // 4, field + 1, WORDS, D_STATE)
+        top = tl.maximum(top, tl.max(tl.abs(odd), axis=0))
+    top = tl.maximum(top, 1e-30)
+    unit = 268435200.0 / top  # just below 2^28
+    shift = 7 * part[None, :]
+    if KIND == INT4:
+        lower, upper = _nibbles(codes, INTERPRET)
+        sums = tl.dot(lower, _parts(even * unit, part), out_dtype=tl.int32)
+        sums = tl.dot(upper, _parts(odd * unit, part), sums, out_dtype=tl.int32)
+        unit *= 16.0
+    else:
+        sums = tl.dot(codes, _parts(even * unit, part), out_dtype=tl.int32)
+    return tl.sum(sums.to(tl.float32) * (1 << shift).to(tl.float32), axis=1) / unit
+
+
+@triton.jit
+def _parts(C, part):
+    """C (K,), below 2^28, as int8 (K, 4): 7 bits each from the lowest up, the last with the sign."""
+    parts = C.to(tl.int32)[:, None] >> 7 * part[None, :]
+    return tl.where(part[None, :] < 3, parts & 127, parts).to(tl.int8)
+
+
+@triton.jit
+def _nibbles(codes, INTERPRET: tl.constexpr):
+    """16 times the signed numbers in the lower and the upper halves of bytes."""
+    if INTERPRET:
+        lower, upper = codes << 4, codes & -16
+    else:
+        lower, upper = tl.inline_asm_elementwise(
+            """{ .reg .b32 t;
+                 shl.b32 t, $2, 4;
+                 and.b32 $0, t, 0xF0F0F0F0;
+                 and.b32 $1, $2, 0xF0F0F0F0; }""",
+            "=r,=r,r", [codes], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    return lower, upper
+
+
+@triton.jit
+def _load_at(C_ptr, columns, w, field, WORDS: tl.constexpr, D_STATE: tl.constexpr):
+    """C, times the columns' factors, where fields of words w keep their state; zero past the end."""
+    at = field * WORDS + w
+    column_in = (w < WORDS) & (at < D_STATE)
+    C = tl.load(C_ptr + at, mask=column_in, other=0.0).to(tl.float32)
+    if columns is not None:
+        C *= tl.load(columns + at, mask=column_in, other=0.0)
+    return C
 
 
 @triton.jit
@@ -277,6 +354,14 @@ def _load_words(codes_ptr, p, p_in, w, WORDS: tl.constexpr, BLOCK_W: tl.constexp
 
 
 @triton.jit
+def _load_bytes(codes_ptr, p, p_in, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
+    byte = tl.arange(0, 4 * BLOCK_W)
+    byte_in = p_in[:, None] & inside(byte, 4 * WORDS, 4 * BLOCK_W)[None, :]
+    bytes_ptr = codes_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+    return tl.load(bytes_ptr + (p * (4 * WORDS))[:, None] + byte[None, :], mask=byte_in, other=0)
+
+
+@triton.jit
 def _load_scale(scales_ptr, p, p_in, KIND: tl.constexpr):
     """The scales of rows p; 1 for a format without."""
     scale = tl.full(p.shape, 1.0, tl.float32)
@@ -286,7 +371,9 @@ def _load_scale(scales_ptr, p, p_in, KIND: tl.constexpr):
 
 
 @triton.jit
-def _load_columns(ptr, w, field: tl.constexpr, WORDS: tl.constexpr, D_STATE: tl.constexpr, BLOCK_W: tl.constexpr):
+def _load_columns(
+    ptr, w, field: tl.constexpr, WORDS: tl.constexpr, D_STATE: tl.constexpr, BLOCK_W: tl.constexpr
+):
     """Of a row of D_STATE numbers, those whose state is field `field` of words w; zero past the end."""
     if WORDS == BLOCK_W and (field + 1) * WORDS <= D_STATE:
         return tl.load(ptr + field * WORDS + w).to(tl.float32)
@@ -295,13 +382,22 @@ def _load_columns(ptr, w, field: tl.constexpr, WORDS: tl.constexpr, D_STATE: tl.
         return tl.load(ptr + field * WORDS + w, mask=column_in, other=0.0).to(tl.float32)
 
 
-def config_for(batch: int, nheads: int, headdim: int, d_state: int) -> dict[str, int]:
-    """Block sizes: a warp reads 8192 state elements, and folds 2048 at a time, which it holds in float32."""
+def config_for(batch: int, format: LayerFormat, headdim: int, d_state: int) -> dict[str, int]:
+    """Block sizes of one warp: 8192 numbers of integers, which stay packed, or 8 KB of another format.
+
+    A fold holds its numbers in float32 and takes 2048 at a time. A small batch is cut finer, as the time is
+    then that of one warp.
+    """
     block_n = max(8, triton.next_power_of_2(d_state))
-    rows = min(max(4, 8192 // block_n), triton.next_power_of_2(headdim))
-    if batch * nheads * triton.cdiv(headdim, rows) < 1000:
-        rows = min(rows, max(4, 2048 // block_n))
-    return {"BLOCK_P": rows, "FOLD_P": min(rows, max(4, 2048 // block_n)), "num_warps": 1}
+    bits = max(FORMATS[dtype].bits for dtype in format.heads)
+    numbers = 8192 if bits <= 8 and "fp8" not in format.heads else 65536 // max(bits, 16)
+    if batch * len(format.heads) * headdim * block_n < 1000 * numbers:
+        numbers = min(numbers, 2048)
+
+    def rows(numbers: int) -> int:
+        return min(max(4, numbers // block_n), triton.next_power_of_2(headdim))
+
+    return {"BLOCK_P": rows(numbers), "FOLD_P": rows(min(numbers, 2048)), "num_warps": 1}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -333,9 +429,14 @@ def launch_packed_ssm_step(
     config: dict[str, Any] | None,
 ) -> int:
     """Advance the state of every row of zxbcdt; return how many parts of squares a row has."""
-    batch, nheads, headdim, d_state = zxbcdt.shape[0], len(packed.format.heads), packed.headdim, packed.d_state
+    batch, nheads, headdim, d_state = (
+        zxbcdt.shape[0],
+        len(packed.format.heads),
+        packed.headdim,
+        packed.d_state,
+    )
     format = packed.format
-    config = config or config_for(batch, nheads, headdim, d_state)
+    config = config or config_for(batch, format, headdim, d_state)
     tiles = triton.cdiv(headdim, config["BLOCK_P"])
     norm = "none" if norm_weight is None else "norm_first" if norm_before_gate else "gate_first"
     kinds = sum(1 << STATE_DTYPES.index(dtype) for dtype in set(format.heads))

@@ -31,6 +31,11 @@ def is_scaled(kind):
     return largest(kind) > 0
 
 
+@triton.constexpr_function
+def is_integer(kind):
+    return kind in (3, 5)
+
+
 @triton.jit
 def decode(words, KIND: tl.constexpr):
     """The fields of int32 words, to be multiplied by the row's scale and by `decoded_unit`."""
@@ -46,18 +51,26 @@ def decode(words, KIND: tl.constexpr):
         odd = _halves((words & 0x7F007F00) >> 1 | words & -2147450880)
         fields = (even[0], odd[0], even[1], odd[1])
     else:
-        # Codes, made unsigned, become the last bits of a float32 that is a power of two, which is then taken
-        # off: two quick instructions, where converting integers is slow.
-        BITS: tl.constexpr = 32 // per_word(KIND)
-        unsigned = words ^ (-2004318072 if KIND == INT4 else -2139062144)  # 0x88888888, 0x80808080
+        # Codes, made unsigned by flipping their signs (0x88888888, 0x80808080).
+        unsigned = words ^ (-2004318072 if KIND == INT4 else -2139062144)
         upper = unsigned >> 16
         fields = ()
         for field in tl.static_range(per_word(KIND)):
-            SHIFT: tl.constexpr = field * BITS % 16
-            half = unsigned if field * BITS < 16 else upper
-            bits = (half & (((1 << BITS) - 1) << SHIFT)) | ((150 - SHIFT) << 23)
-            fields += (bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - SHIFT) + 2.0 ** (BITS - 1)),)
+            half = unsigned if field < per_word(KIND) // 2 else upper
+            fields += (_integer_field(half, field % (per_word(KIND) // 2), 32 // per_word(KIND)),)
     return fields
+
+
+@triton.jit
+def _integer_field(half, field: tl.constexpr, BITS: tl.constexpr):
+    """A field of the lower 16 bits, an unsigned code, as the signed number that it stands for.
+
+    It becomes the last bits of a float32 whose others are a power of two, which is then taken off: two quick
+    instructions, where converting an integer is a slow one.
+    """
+    SHIFT: tl.constexpr = field * BITS
+    bits = (half & (((1 << BITS) - 1) << SHIFT)) | ((150 - SHIFT) << 23)
+    return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - SHIFT) + 2.0 ** (BITS - 1))
 
 
 @triton.constexpr_function
@@ -67,7 +80,16 @@ def decoded_unit(kind):
 
 
 @triton.jit
-def encode(fields, p, w, key, KIND: tl.constexpr, WORDS: tl.constexpr, STOCHASTIC: tl.constexpr, INTERPRET: tl.constexpr):
+def encode(
+    fields,
+    p,
+    w,
+    key,
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """Round the fields of rows p (P,), columns w (W,) of words, zero outside; return words and scales (P,).
 
     key: from `rounding_key`. WORDS: words of a row.
