@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from kernel_testing import assert_close_as_reference
 from mamba_kernels.backend import use_backend
 from mamba_kernels.discretization import DISCRETIZATIONS
+from mamba_kernels.selective_scan import selective_scan_fn
 from mamba_kernels.selective_state_update import selective_state_update, selective_state_update_ref
 
 HALF_TYPES = [
@@ -119,6 +120,30 @@ def test_the_reference_is_the_equation_element_by_element(discretization, asynch
     expected, state = step_by_loops(args, discretization)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(wide["state"], state, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("discretization", DISCRETIZATIONS)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_steps_are_the_scan(discretization, asynchronous):
+    args = make_inputs("cpu", heads=False, nheads=1, ngroups=1, tied=False)
+    args = {name: tensor.double() for name, tensor in args.items()}
+    A, D, bias = args["A"], args["D"], args["dt_bias"]
+    u, delta, z, deltaA = (
+        torch.stack([args[n], 0.7 * args[n], -args[n]], -1) for n in ("x", "dt", "z", "dt")
+    )
+    deltaA = deltaA.abs() if asynchronous else None
+    B, C = (torch.stack([t, t.flip(-1), 2 * t], -1) for t in (args["B"], args["C"]))
+    expected, last = selective_scan_fn(
+        u, delta, A, B, C, D, z, bias, deltaA, True, True, discretization, initial_state=args["state"]
+    )
+    for t in range(3):
+        step = None if deltaA is None else deltaA[..., t]
+        out = selective_state_update(
+            args["state"], u[..., t], delta[..., t], A, B[..., t], C[..., t], D, z[..., t], bias, True,
+            deltaA=step, discretization=discretization,
+        )  # fmt: skip
+        torch.testing.assert_close(out, expected[..., t], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(args["state"], last, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES])

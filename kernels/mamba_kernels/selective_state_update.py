@@ -47,7 +47,8 @@ def selective_state_update(
             is zero and no state changes.
         deltaA: a second step that replaces delta in the decay only, as it is (asynchronous input: the state
             decays over the time since the last event, whatever the step of the event itself).
-        discretization: "mamba", "zoh", "bilinear" or "dirac".
+        discretization: "mamba", "zoh", "bilinear" or "dirac", each as in selective_scan_fn, which steps
+            continue. (lrnnx's own update decays by exp(a) under "bilinear", unlike its scan.)
 
     Returns:
         (batch, nheads, dim), or (batch, dim) without heads, in x's dtype. There is no gradient.
