@@ -38,7 +38,8 @@ def main() -> None:
             nbytes = model(options.shape).with_state(state_dtype).init_state(1).nbytes
             results.append({"batch": batch, "state": state_dtype, "ms": ms, "state bytes": nbytes})
             print(
-                f"{options.shape} batch {batch:4} {state_dtype:8} {ms:8.3f} ms/step {nbytes / 2**20:8.1f} MiB",
+                f"{options.shape} batch {batch:4} {state_dtype:8} {ms:8.3f} ms/step",
+                f"{nbytes / 2**20:8.1f} MiB a sequence",
                 flush=True,
             )
     options.out.mkdir(parents=True, exist_ok=True)

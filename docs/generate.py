@@ -45,9 +45,8 @@ def speed_table() -> str:
         "| --- | ---: | ---: | ---: |",
     ]
     for row in results["rows"]:
-        lines.append(
-            f"| {row['work']}, {row['unit']} | {row['ours']:.4g} | {row['mamba_ssm'] or '-'} | {row['bound']} |"
-        )
+        peer = row["mamba_ssm"] or "-"
+        lines.append(f"| {row['work']}, {row['unit']} | {row['ours']:.4g} | {peer} | {row['bound']} |")
     return "\n".join(lines) + "\n"
 
 
