@@ -1,15 +1,15 @@
 """`mamba2 quantize-state`: a narrower recurrent state, chosen on a text, its cost and its loss measured."""
 
 import re
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mamba_commands.options import (
     BackendOption,
     DeviceOption,
-    DtypeOption,
     JsonOption,
     ModelArgument,
     QuietOption,
@@ -110,7 +110,15 @@ def quantize_state(
     tokenizer: TokenizerOption = None,
     revision: RevisionOption = None,
     device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(
+            metavar="DTYPE",
+            show_default=False,
+            help="Of weights and activations: float32, bfloat16, float16, or auto (default): speed as "
+            "stored, losses in float32, where nothing but the state is rounded.",
+        ),
+    ] = "auto",
     backend: BackendOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -139,8 +147,9 @@ def quantize_state(
     from mamba_cli.perplexity.plot import check_plot
     from mamba_cli.publish import check_destination
     from mamba_cli.quantize.plot import plot_errors
-    from mamba_cli.quantize.saved import check_can_carry, write_quantized
-    from mamba_cli.quantize.study import Request, choose, compare_formats
+    from mamba_cli.quantize.report import FormatReport
+    from mamba_cli.quantize.saved import check_can_carry, read_recipe, write_quantized
+    from mamba_cli.quantize.study import Request, choose, compare_losses, formats_beside, measure_costs
     from mamba_commands.state_report import Report, document, print_report
 
     for spec in (state_dtype, *specs):
@@ -155,15 +164,25 @@ def quantize_state(
         check_can_carry(model, folder)
         check_destination(output, folder, overwrite)
     checkpoint = open_checkpoint(model, revision)
-    lm = load_model(
-        model, device, dtype, revision=revision, backend=backend, tokenizer=tokenizer, state_dtype="fp32"
+    given = read_recipe(recipe, checkpoint.config) if recipe else None
+    load = partial(
+        load_model, model, device, revision=revision, backend=backend, tokenizer=tokenizer, state_dtype="fp32"
     )
+    lm = load("float32" if dtype == "auto" else dtype)
     text, plan = _plan(lm, calibrate, field, max_tokens, window)
     out.note(f"{text}: {plan.predictions} tokens, each read once in fp32 and once in each format")
-    request = Request(state_dtype or "int8", recipe, target, sensitivity_tokens, seed)
+    request = Request(state_dtype or "int8", given, target, sensitivity_tokens, seed)
     choice = choose(lm, plan, request, out.progress)
-    formats = compare_formats(lm, plan, choice, specs, batch_size, seed, out.progress)
-    report = Report(lm, plan, text, choice, formats, target)
+    beside = formats_beside(lm.config, choice, specs, seed)
+    losses, loss_dtype = compare_losses(lm, plan, beside, out.progress), lm.dtype
+    if dtype == "auto":
+        del lm  # before the same weights come as they run
+        lm = load("auto")
+    costs = measure_costs(lm, beside, batch_size, out.progress)
+    formats = [
+        FormatReport(name, name == choice.format.name, cost, losses.get(name)) for name, cost in costs.items()
+    ]
+    report = Report(lm, loss_dtype, plan, text, choice, formats, target)
     try:
         if plot:
             plot_errors(formats, plot, f"{lm.name} on {text}")

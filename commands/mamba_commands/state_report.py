@@ -11,6 +11,8 @@ from mamba_commands.log_axis import short
 from mamba_commands.output import Output, is_terminal
 
 if TYPE_CHECKING:
+    import torch
+
     from mamba_cli.language_model import LanguageModel
     from mamba_cli.perplexity.plan import Plan
     from mamba_cli.quantize.report import FormatReport, Loss
@@ -19,9 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is shown. text: what it was measured on; target: a share of perplexity, or None."""
+    """Everything that is shown.
+
+    lm: what was timed; loss_dtype: of the model whose losses were measured on `text`; target: a share of
+    the perplexity, or None.
+    """
 
     lm: "LanguageModel"
+    loss_dtype: "torch.dtype"
     plan: "Plan"
     text: str
     choice: "Choice"
@@ -51,6 +58,8 @@ def document(report: Report, output: Path | None) -> dict[str, Any]:
 
 def print_report(report: Report, out: Output) -> None:
     """Print the tables: what each format costs, what it loses, where, and each layer."""
+    from mamba_cli.quantize.section import describe
+
     _title("Cost", out, first=True)
     _print_costs(report.formats, out)
     measured = [one for one in report.formats if one.loss]
@@ -61,8 +70,12 @@ def print_report(report: Report, out: Output) -> None:
         _print_positions(measured, out)
     _title(f"Layers in {report.choice.format.name}: half-life in tokens, KL of each alone", out)
     _print_layers(report, out)
-    _title("Measured", out)
-    out.table(("definition", "value"), [(name, value) for name, value in _definition(report).items()])
+    _title("Chosen, and how it was measured", out)
+    words = {"format": report.choice.format.name} | describe(report.choice.format, report.choice.outer)
+    if report.target is not None:
+        words["perplexity increase"] = f"at most {100 * report.target:g}%"
+        words["widened layers"] = ", ".join(map(str, sorted(set(report.choice.widened)))) or "none"
+    out.table(("definition", "value"), list((words | _definition(report)).items()))
 
 
 def _title(text: str, out: Output, first: bool = False) -> None:
@@ -156,7 +169,7 @@ def _layers(report: Report) -> list[dict[str, Any]]:
 
 def _definition(report: Report) -> dict[str, Any]:
     plan, lm = report.plan, report.lm
-    free = "free memory of the GPU" if lm.device.type == "cuda" else "free memory of the machine"
+    free = "fit the GPU's free memory" if lm.device.type == "cuda" else "fit the machine's free memory"
     found: dict[str, Any] = {
         "text": report.text,
         "tokens": plan.predictions,
@@ -167,6 +180,7 @@ def _definition(report: Report) -> dict[str, Any]:
         "device": str(lm.device),
         "backend": lm.backend,
         "dtype": str(lm.dtype).removeprefix("torch."),
+        "loss_dtype": str(report.loss_dtype).removeprefix("torch."),
     }
     return found
 

@@ -30,7 +30,7 @@ from mamba_cli.files import (
 )
 from mamba_cli.formats import get_format
 from mamba_cli.publish import check_destination, new_folder
-from mamba_cli.quantize.section import describe_heads, read_section, state_heads, write_section
+from mamba_cli.quantize.section import describe, read_section, state_heads, write_section
 from mamba_cli.state_format import StateFormat
 from mamba_cli.storage import open_tensors
 
@@ -107,12 +107,9 @@ def describe_saved(checkpoint: Checkpoint) -> str | None:
     if saved is None:
         return None
     format, scales = saved
-    layers = [layer for layer in format.layers if layer is not None]
-    heads = describe_heads([dtype for layer in layers for dtype in layer.heads])
-    words = [format.name, f"{layers[0].rounding}, written every {layers[0].window} tokens", f"heads {heads}"]
-    words += ["column scales"] * scales.outer
-    words += [f"convolution {format.conv}"] * (format.conv != "auto")
-    return "; ".join(words)
+    return "; ".join(
+        [format.name, *(f"{key} {value}" for key, value in describe(format, scales.outer).items())]
+    )
 
 
 def find_section(folder: Path) -> tuple[Any, str] | None:

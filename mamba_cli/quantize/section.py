@@ -60,6 +60,22 @@ def write_heads(heads: tuple[str, ...]) -> str | dict[str, Any]:
     return {"dtype": commonest, "except": others} if others else commonest
 
 
+def describe(format: StateFormat, outer: bool) -> dict[str, str]:
+    """Say in words how a state is kept: the rounding, how often it is written, and the heads by dtype."""
+    layers = [layer for layer in format.layers if layer is not None]
+    window = layers[0].window
+    words = {
+        "rounding": layers[0].rounding,
+        "written": f"every {window} tokens" if window > 1 else "at every token",
+        "heads": describe_heads([dtype for layer in layers for dtype in layer.heads]),
+    }
+    if outer:
+        words["column scales"] = "static"
+    if format.conv != "auto":
+        words["convolution"] = format.conv
+    return words
+
+
 def describe_heads(heads: Sequence[str]) -> str:
     """Say how many heads are kept in which dtype: "int8 x 70, fp16 x 10"."""
     counts = Counter(heads).most_common()

@@ -4,19 +4,24 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
+import torch
+
+from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.language_model import LanguageModel
 from mamba_cli.perplexity.plan import Plan, make_plan
 from mamba_cli.quantize.calibrate import calibrate
-from mamba_cli.quantize.report import TIMED_RUNS, FormatReport, measure_cost, measure_losses
-from mamba_cli.quantize.saved import Scales, read_recipe
+from mamba_cli.quantize.report import TIMED_RUNS, Cost, Loss, measure_cost, measure_losses
+from mamba_cli.quantize.saved import Scales
 from mamba_cli.quantize.sensitivity import LAYERS_AT_ONCE, LayerSensitivity, measure_layers, reach
 from mamba_cli.state_format import StateFormat, parse_state_spec, recommended_format
 
 # Windows that a layer is tried on alone: several side by side, each long enough for the state to fill.
 LAYER_WINDOW = 128
+
+# By the name that people read: what LanguageModel.with_state makes the model of.
+Formats = dict[str, tuple[str | StateFormat, Sequence[torch.Tensor | None] | None]]
 
 # Shows the progress of a stretch of work: a total and a label, and inside the block a call for each piece.
 Bars = Callable[[float | None, str], AbstractContextManager[Callable[..., None]]]
@@ -24,10 +29,14 @@ Bars = Callable[[float | None, str], AbstractContextManager[Callable[..., None]]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: a format in words or in a file, a target as a share of perplexity, or none."""
+    """What is asked for.
+
+    state_dtype: in words; recipe: instead of them, a format and whether it has column scales; target: the
+    most that the perplexity may grow by, as a share of it, or None.
+    """
 
     state_dtype: str
-    recipe: Path | None = None
+    recipe: tuple[StateFormat, bool] | None = None
     target: float | None = None
     sensitivity_tokens: int = 512
     seed: int = 0
@@ -61,7 +70,7 @@ def choose(lm: LanguageModel, plan: Plan, request: Request, bars: Bars) -> Choic
     """
     with bars(sum(window.length for window in plan.windows), "calibrating") as advance:
         scales = calibrate(lm, plan, advance)
-    format, outer = _first_format(lm, scales, request)
+    format, outer = request.recipe or _recommended(lm.config, scales, request.state_dtype, request.seed)
     make = partial(lm.with_state, columns=scales.columns if outer else None)
     layers = _sensitivity(lm, plan, request, format, make, bars)
     if request.target is None:
@@ -78,47 +87,41 @@ def choose(lm: LanguageModel, plan: Plan, request: Request, bars: Bars) -> Choic
     return Choice(replace(reached.format, name=name), outer, scales, tuple(layers), reached.layers)
 
 
-def compare_formats(
-    lm: LanguageModel,
-    plan: Plan,
-    choice: Choice,
-    specs: Sequence[str],
-    batch: int | None,
-    seed: int,
-    bars: Bars,
-) -> list[FormatReport]:
-    """Measure fp32, each format of `specs` as recommended for this model, and the chosen one."""
-    models = {spec: _as_recommended(lm, choice.measured, spec, seed) for spec in specs if spec != "fp32"}
-    columns = choice.measured.columns if choice.outer else None
-    models[choice.format.name] = lm.with_state(choice.format, columns)
+def formats_beside(config: ModelConfig, choice: Choice, specs: Sequence[str], seed: int) -> Formats:
+    """Return the formats that `specs` mean for this model, by name, fp32 left out, and the chosen one."""
+    formats: Formats = {}
+    for spec in specs:
+        if parse_state_spec(spec).plain is not None:
+            formats[spec] = spec, None
+        else:
+            format, outer = _recommended(config, choice.measured, spec, seed)
+            formats[spec] = format, choice.measured.columns if outer else None
+    formats.pop("fp32", None)
+    return formats | {choice.format.name: (choice.format, choice.measured.columns if choice.outer else None)}
+
+
+def compare_losses(lm: LanguageModel, plan: Plan, formats: Formats, bars: Bars) -> dict[str, Loss]:
+    """Score each format against the fp32 state of lm, all in one pass."""
+    models = [lm.with_state(format, columns) for format, columns in formats.values()]
     with bars(plan.predictions, "comparing") as advance:
-        losses = measure_losses([*models.values()], lm, plan, lambda tokens, nll: advance(tokens))
-    reports = []
-    with bars(2 * TIMED_RUNS * (1 + len(models)), "timing") as advance:
-        for name, model, loss in zip(("fp32", *models), (lm, *models.values()), (None, *losses), strict=True):
-            cost = measure_cost(model, batch, lambda amount, label=None: advance(amount))
-            reports.append(FormatReport(name, name == choice.format.name, cost, loss))
-    return reports
+        losses = measure_losses(models, lm, plan, lambda tokens, nll: advance(tokens))
+    return dict(zip(formats, losses, strict=True))
 
 
-def _first_format(lm: LanguageModel, scales: Scales, request: Request) -> tuple[StateFormat, bool]:
-    """Return the format that the request means before anything is widened, and whether it has columns."""
-    if request.recipe is not None:
-        return read_recipe(request.recipe, lm.config)
-    return _recommended(lm, scales, request.state_dtype, request.seed)
+def measure_costs(lm: LanguageModel, formats: Formats, batch: int | None, bars: Bars) -> dict[str, Cost]:
+    """Measure what fp32, and each format, take; lm keeps its state in fp32."""
+    models = {"fp32": lm} | {name: lm.with_state(*arguments) for name, arguments in formats.items()}
+    with bars(2 * TIMED_RUNS * len(models), "timing") as advance:
+        return {
+            name: measure_cost(model, batch, lambda amount, label=None: advance(amount))
+            for name, model in models.items()
+        }
 
 
-def _as_recommended(lm: LanguageModel, scales: Scales, spec: str, seed: int) -> LanguageModel:
-    """Return the model as --state-dtype makes it, but for half-lives and columns measured on the text."""
-    if parse_state_spec(spec).plain is not None:
-        return lm.with_state(spec)
-    format, outer = _recommended(lm, scales, spec, seed)
-    return lm.with_state(format, scales.columns if outer else None)
-
-
-def _recommended(lm: LanguageModel, scales: Scales, spec: str, seed: int) -> tuple[StateFormat, bool]:
+def _recommended(config: ModelConfig, scales: Scales, spec: str, seed: int) -> tuple[StateFormat, bool]:
+    """Return the format that words mean with half-lives as measured, and whether it has column scales."""
     parsed = parse_state_spec(spec)
-    return recommended_format(lm.config, scales.half_lives, parsed, seed), parsed.outer
+    return recommended_format(config, scales.half_lives, parsed, seed), parsed.outer
 
 
 def _sensitivity(
