@@ -65,8 +65,8 @@ def main() -> None:
             continue
         results.append({"ours": ours} | {name: v for name, v in row._asdict().items() if name != "measure"})
         print(
-            f"{row.work:48} {ours:9.4g} {row.unit:6} mamba_ssm {row.mamba_ssm or '-':<6} bound {row.bound:<6} "
-            f"must {row.must:<6} aim {row.aim:<6} {verdict(row, ours)}",
+            f"{row.work:48} {ours:9.4g} {row.unit:6} mamba_ssm {row.mamba_ssm or '-':<6} "
+            f"bound {row.bound:<6} must {row.must:<6} aim {row.aim:<6} {verdict(row, ours)}",
             flush=True,
         )
     results.sort(key=lambda row: ["decode", "prefill", "op"].index(row["group"]))
