@@ -164,6 +164,13 @@ def test_an_attention_layer_has_no_format():
         read_section(section, hybrid(), "here")
 
 
+def test_a_model_of_attention_alone_has_no_state_to_keep():
+    config = replace(hybrid(), attn_layer_idx=(0, 1, 2))
+    section = write_section(some_format(hybrid())) | {"layers": [None] * 3}
+    with pytest.raises(Mamba2Error, match="layers: expected a model with a layer that has a state"):
+        read_section(section, config, "here")
+
+
 @pytest.mark.parametrize("to", ["state-spaces", "hf", "fla"])
 @pytest.mark.parametrize("outer", [False, True])
 def test_the_folder_holds_the_source_and_the_format_and_the_source_is_untouched(tmp_path, to, outer):

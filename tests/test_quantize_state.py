@@ -131,10 +131,8 @@ def test_what_is_written_is_what_every_command_then_uses(run, tmp_path, model, c
     )
     capfd.readouterr()
     assert main(["inspect", str(tmp_path / "out")]) == 0
-    assert (
-        "state_quantization\tint8:4:outer; rounding stochastic; written every 4 tokens; heads "
-        in capfd.readouterr().out
-    )
+    line = "state_quantization\tint8:4:outer; rounding stochastic; written every 4 tokens; heads "
+    assert line in capfd.readouterr().out
 
 
 def test_a_recipe_is_followed_head_by_head(run, tmp_path):

@@ -89,7 +89,9 @@ def quantize_state(
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the stochastic rounding.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, max=2**31 - 1, help="Of the stochastic rounding.")
+    ] = 0,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="OUT", help="Folder to write. Without it, only the report."),

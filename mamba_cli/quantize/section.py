@@ -111,6 +111,8 @@ def read_section(section: Any, config: ModelConfig, where: str) -> tuple[StateFo
     if not isinstance(layers, list) or len(layers) != config.n_layer:
         found = f"{len(layers)} of them" if isinstance(layers, list) else layers
         check.fail("layers", f"a list of the model's {config.n_layer} layers", found)
+    if len(set(config.attn_layer_idx)) == config.n_layer:
+        check.fail("layers", "a model with a layer that has a state", "attention alone")
     heads = [
         _read_layer(check, f"layers[{index}]", layer, index, config) for index, layer in enumerate(layers)
     ]
