@@ -77,17 +77,18 @@ class FusedStep:
         )
         for block, memory, next_norm in zip(model.blocks, state.layers, norms, strict=True):
             mixer = block.mixer
-            in_proj_step(
-                normed,
-                mixer.in_proj.weight,
-                mixer.in_proj.bias,
-                memory.conv,
-                mixer.conv_weight,
-                mixer.conv_bias,
-                self.zxbcdt,
-                d_ssm=config.d_ssm,
-                pdl=self.pdl,
-            )
+            with memory.opened_window(mixer.conv_weight.dtype) as conv_state:
+                in_proj_step(
+                    normed,
+                    mixer.in_proj.weight,
+                    mixer.in_proj.bias,
+                    conv_state,
+                    mixer.conv_weight,
+                    mixer.conv_bias,
+                    self.zxbcdt,
+                    d_ssm=config.d_ssm,
+                    pdl=self.pdl and conv_state is memory.conv,  # else a kernel has just written it
+                )
             advance = packed_ssm_step if isinstance(memory.ssm, PackedState) else ssm_step
             gated = advance(
                 self.zxbcdt,

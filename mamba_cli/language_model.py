@@ -9,6 +9,7 @@ import torch
 
 from mamba_cli.attention import AttentionMixer
 from mamba_cli.config import ModelConfig
+from mamba_cli.conv_window import RANGES, static_scales
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.model import Model
 from mamba_cli.state import State, init_state, wide_dtype
@@ -50,24 +51,29 @@ class LanguageModel:
         self.dtype = weights.dtype
         self.ssm_dtype = ssm_dtype  # of plain SSM states; None for fp32, or float64 where the model is
         self.state_format: StateFormat | None = None  # of packed SSM states; None for plain ones
-        self.columns: Sequence[torch.Tensor | None] | None = None
+        self.columns: Sequence[torch.Tensor | None] | None = None  # static scales of packed states
+        self.conv_scales: Sequence[torch.Tensor | None] | None = None  # and of convolution windows
         self._load_tokenizer = load_tokenizer
         self.backend = _resolve_backend(backend, self.device)
         self.model = Model(config, weights)
         self._forget_graphs()
 
     def with_state(
-        self, state: str | StateFormat, columns: Sequence[torch.Tensor | None] | None = None
+        self,
+        state: str | StateFormat,
+        columns: Sequence[torch.Tensor | None] | None = None,
+        conv_peaks: Sequence[torch.Tensor | None] | None = None,
     ) -> "LanguageModel":
         """Return the same model, sharing its weights, with its SSM states kept otherwise.
 
         state: words as --state-dtype takes them (fp32: float64 in a float64 model), or a format. columns:
-        of each layer, the calibrated static scales (nheads, d_state), or None. A state of one of the two
-        models is none of the other.
+        of each layer, the calibrated static scales (nheads, d_state), or None; words that do not ask for
+        them leave them out. conv_peaks: the largest magnitudes (conv_dim,) that go into each layer's
+        convolution, for windows in fp8 or int8. A state of one of the two models is none of the other.
         """
         lm = copy.copy(self)
         lm._forget_graphs()
-        lm.ssm_dtype = lm.columns = None
+        lm.ssm_dtype = lm.columns = lm.conv_scales = None
         if isinstance(state, StateFormat):
             lm.state_format = state
         else:
@@ -82,8 +88,19 @@ class LanguageModel:
                     "mamba2 quantize-state calibrates them",
                 )
             lm.state_format = recommended_format(self.config, self.half_lives(), spec)
+            columns = columns if spec.outer else None
         if columns is not None:
             lm.columns = [None if scales is None else scales.to(self.device) for scales in columns]
+        if lm.state_format.conv in RANGES:
+            if conv_peaks is None:
+                raise Mamba2Error(
+                    f"state format {lm.state_dtype}: expected calibrated scales of the convolution, got none",
+                    "mamba2 quantize-state calibrates them",
+                )
+            lm.conv_scales = [
+                None if peaks is None else static_scales(lm.state_format.conv, peaks.to(self.device))
+                for peaks in conv_peaks
+            ]
         return lm
 
     @property
@@ -168,7 +185,14 @@ class LanguageModel:
     def init_state(self, batch: int) -> State:
         """Return the state before any token."""
         return init_state(
-            self.config, batch, self.dtype, self.device, self.ssm_dtype, self.state_format, self.columns
+            self.config,
+            batch,
+            self.dtype,
+            self.device,
+            self.ssm_dtype,
+            self.state_format,
+            self.columns,
+            self.conv_scales,
         )
 
     def release_graphs(self) -> None:

@@ -9,7 +9,7 @@ from mamba_cli.checkpoint import open_checkpoint
 from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.language_model import LanguageModel
-from mamba_cli.quantize.saved import saved_state_format
+from mamba_cli.quantize.saved import read_saved
 from mamba_cli.tokenizer import load_tokenizer
 from mamba_cli.weights import Weights, random_tensors
 
@@ -57,11 +57,11 @@ def load_model(
         backend=backend,
         load_tokenizer=lambda: load_tokenizer(checkpoint, tokenizer),
     )
-    saved = saved_state_format(checkpoint)
-    columns = saved[1] if saved else None
+    saved = read_saved(checkpoint)
+    columns = saved[1].columns if saved and saved[1].outer else None
     if state_dtype is not None:
         return lm.with_state(state_dtype, columns)
-    return lm.with_state(saved[0], columns) if saved else lm
+    return lm.with_state(saved[0], columns, saved[1].conv) if saved else lm
 
 
 def random_model(

@@ -51,8 +51,8 @@ class Mamba2Mixer:
         """Read seqlen tokens; `state` is updated in place."""
         z0, x0, *zxbcdt = self._split(self.in_proj(u))
         read = self.torch_core.prefill if backend_for(u.device) == "torch" else self._prefill
-        with state.opened(self.A, u.shape[1]) as ssm_state:
-            y = read(*zxbcdt, state.conv, ssm_state)
+        with state.opened_window(u.dtype) as conv_state, state.opened(self.A, u.shape[1]) as ssm_state:
+            y = read(*zxbcdt, conv_state, ssm_state)
         return self.out_proj(self._beside_mlp(y, z0, x0))
 
     def step(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
@@ -61,11 +61,11 @@ class Mamba2Mixer:
         zxbcdt = self.in_proj(u)
         z0, x0, *zxbcdt = self._split(zxbcdt.to(self.A.dtype) if on_torch else zxbcdt)
         if isinstance(state.ssm, PackedState):
-            y = self._step_packed(*zxbcdt, state.conv, state.ssm)
-        elif on_torch:
-            y = self.torch_core.step(*zxbcdt, state.conv, state.ssm)
+            advance = self._step_packed
         else:
-            y = self._step(*zxbcdt, state.conv, state.ssm)
+            advance = self.torch_core.step if on_torch else self._step
+        with state.opened_window(u.dtype) as conv_state:
+            y = advance(*zxbcdt, conv_state, state.ssm)
         return self.out_proj(self._beside_mlp(y, z0, x0).to(u.dtype))
 
     def _split(self, zxbcdt: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mamba_cli.config import ModelConfig
+from mamba_cli.conv_window import decode_window, encode_window_, storage_dtype
 from mamba_cli.state_format import StateFormat
 from mamba_kernels.packed_state import LayerFormat, PackedState, empty_packed_state
 
@@ -18,13 +19,15 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 class SSMState:
     """Memory of one Mamba layer.
 
-    conv: (batch, conv_dim, d_conv), newest column last, in the model's dtype, channels adjacent in
-    memory. ssm: (batch, nheads, headdim, d_state), or (batch, d_inner, d_state) for Mamba-1; or the
-    same packed, for Mamba-1 as one head of d_inner rows.
+    conv: (batch, conv_dim, d_conv), newest column last, in the model's dtype or as codes of fewer bits,
+    channels adjacent in memory. ssm: (batch, nheads, headdim, d_state), or (batch, d_inner, d_state) for
+    Mamba-1; or the same packed, for Mamba-1 as one head of d_inner rows. conv_scales: (conv_dim,) of
+    conv's codes, static; None where they have none.
     """
 
     conv: torch.Tensor
     ssm: torch.Tensor | PackedState
+    conv_scales: torch.Tensor | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield self.conv
@@ -34,10 +37,18 @@ class SSMState:
             yield self.ssm
 
     def map(self, change: Change) -> "SSMState":
-        packed = isinstance(self.ssm, PackedState)
-        return SSMState(
-            _change_window(self.conv, change), self.ssm.map(change) if packed else change(self.ssm)
-        )
+        ssm = self.ssm.map(change) if isinstance(self.ssm, PackedState) else change(self.ssm)
+        return SSMState(_change_window(self.conv, change), ssm, self.conv_scales)
+
+    @contextmanager
+    def opened_window(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Give the convolution's window in the model's dtype; the block moves it on in place."""
+        if self.conv.dtype == dtype:
+            yield self.conv
+            return
+        window = decode_window(self.conv, self.conv_scales, dtype)
+        yield window
+        encode_window_(self.conv, window, self.conv_scales)
 
     @contextmanager
     def opened(self, A: torch.Tensor, tokens: int) -> Iterator[torch.Tensor]:
@@ -172,13 +183,15 @@ def init_state(
     ssm_dtype: torch.dtype | None = None,
     state_format: StateFormat | None = None,
     columns: Sequence[torch.Tensor | None] | None = None,
+    conv_scales: Sequence[torch.Tensor | None] | None = None,
 ) -> State:
     """Return the state before any token: zeros.
 
     dtype: the model's. ssm_dtype: of SSM states that are plain tensors, by default fp32, or float64 for
-    such a model. state_format: makes them packed states instead. columns: of each layer, the static
-    scales (nheads, d_state) of a packed state, or None.
+    such a model. state_format: makes them packed states instead. columns, conv_scales: of each layer, the
+    static scales (nheads, d_state) of a packed state and (conv_dim,) of a convolution's window, or None.
     """
+    conv_dtype = storage_dtype(state_format.conv, dtype) if state_format else dtype
     layers: list[SSMState | AttentionState] = []
     for index in range(config.n_layer):
         if index in config.attn_layer_idx:
@@ -192,7 +205,8 @@ def init_state(
         else:
             static = columns[index] if columns else None
             ssm = _packed_state(config, state_format.layers[index], batch, dtype, device, static)
-        layers.append(SSMState(conv_window(batch, config.conv_dim, config.d_conv, dtype, device), ssm))
+        conv = conv_window(batch, config.conv_dim, config.d_conv, conv_dtype, device)
+        layers.append(SSMState(conv, ssm, conv_scales[index] if conv_scales else None))
     return State(layers)
 
 
