@@ -146,6 +146,23 @@ def _threshold(
 
 
 @triton.jit
+def _sum(
+    logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, least,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The sum of the weights of at least `least`, block after block, in float64."""
+    total = tl.full((), 0.0, tl.float64)
+    for group in range(0, vocab_size, UNROLL * BLOCK):
+        blocks = _fetch(logits_ptr, group, columns, BLOCK, UNROLL)
+        for i in tl.static_range(UNROLL):
+            begin = group + i * BLOCK
+            x = _prepare(blocks[i], penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
+            w = _weigh(x, largest, scale)
+            total += tl.sum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
+    return total
+
+
+@triton.jit
 def _choose_by_search(
     logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, reach,
     uniform, top_k, top_p, min_p,
@@ -187,14 +204,9 @@ def _choose_by_search(
         )  # fmt: skip
         least = tl.maximum(least, _weigh(edge, largest, scale))
 
-    total = tl.full((), 0.0, tl.float64)
-    for group in range(0, vocab_size, UNROLL * BLOCK):
-        blocks = _fetch(logits_ptr, group, columns, BLOCK, UNROLL)
-        for i in tl.static_range(UNROLL):
-            begin = group + i * BLOCK
-            x = _prepare(blocks[i], penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
-            w = _weigh(x, largest, scale)
-            total += tl.sum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
+    total = _sum(
+        logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, least, BLOCK, UNROLL
+    )
     target = uniform * total
     before = tl.full((), 0.0, tl.float64)
     start = -1  # of the block that passes the target
@@ -218,10 +230,14 @@ def _choose_by_search(
 
 @triton.jit
 def _choose_by_pairs(
-    x_ptr, id_ptr, count, largest, scale, uniform, top_k, top_p, min_p,
-    HAS_TOP_P: tl.constexpr, ROOM: tl.constexpr, CHUNK: tl.constexpr,
+    x_ptr, id_ptr, count, total, largest, scale, uniform, top_k, top_p, min_p,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, ROOM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The choice among `count` candidates in the order of their ids, which hold the top_k."""
+    """The choice among `count` candidates in the order of their ids, the largest of their row.
+
+    Without top_k, `total` is the sum of the row's weights, and NONE is returned where the candidates do not
+    reach top_p of it.
+    """
     place = tl.arange(0, ROOM)
     x = tl.load(x_ptr + place, mask=place < count, other=float("-inf"))
     ids = tl.load(id_ptr + place, mask=place < count, other=0)
@@ -236,8 +252,9 @@ def _choose_by_pairs(
         greater += is_greater.to(tl.int32)
         mass += tl.where(is_greater, other[None, :], 0.0).to(tl.float64)
     rank = tl.sum(greater, axis=1)
-    kept = (rank < top_k) & (w > 0)
-    if HAS_TOP_P:
+    kept = w > 0
+    if HAS_TOP_K:
+        kept = kept & (rank < top_k)
         # The sum of exactly top_k weights, of those that equal the last as many as are needed.
         last = tl.min(tl.where(kept, w, float("inf")), axis=0)
         needed = tl.minimum(
@@ -245,11 +262,15 @@ def _choose_by_pairs(
         )
         total = tl.sum(tl.where(w > last, w, 0.0).to(tl.float64), axis=0)
         total += needed.to(tl.float64) * last.to(tl.float64)
+    if HAS_TOP_P:
         kept = kept & ((tl.sum(mass, axis=1) < top_p * total) | (rank == 0))
     kept = kept & (w >= min_p)
     cumulative = tl.cumsum(tl.where(kept, w, 0.0).to(tl.float64), axis=0)
     target = uniform * tl.max(tl.where(kept, cumulative, 0.0), axis=0)
-    return tl.min(tl.where(kept & (cumulative > target), ids, NONE), axis=0)
+    token = tl.min(tl.where(kept & (cumulative > target), ids, NONE), axis=0)
+    if not HAS_TOP_K:
+        token = tl.where(tl.sum(w.to(tl.float64), axis=0) < top_p * total, NONE, token)
+    return token
 
 
 @triton.jit(do_not_specialize=["top_k"])
@@ -261,8 +282,8 @@ def _sample_kernel(
 ):  # fmt: skip
     """Program (row of the batch).
 
-    ROOM: candidates that are compared pair by pair; 0: the row is always searched. BLOCKS: at least the
-    blocks of a row, a power of two. work: int32 (batch, 3 * ROOM), see below.
+    ROOM: candidates that are compared pair by pair; 0: the row is searched for thresholds. BLOCKS: at least
+    the blocks of a row, a power of two. work: int32 (batch, 3 * ROOM), see below.
     """
     start_next(PDL)
     wait_for_previous(PDL)
@@ -287,7 +308,9 @@ def _sample_kernel(
         search = True
         if ROOM > 0:
             # A logit that top_k lanes reach is not above the last of the top_k. Halve until that many reach
-            # it but few more, as other logits of these lanes are candidates, too.
+            # it but few more, as other logits of these lanes are candidates, too. Without top_k, the nucleus
+            # is hoped to lie among as many as there is room for.
+            wanted = top_k if HAS_TOP_K else ROOM // 2
             low = largest - reach
             high = largest
             count = tl.sum((best >= low).to(tl.int32), axis=0)
@@ -295,7 +318,7 @@ def _sample_kernel(
             while (count > ROOM // 4 * 3) & (rounds < 30):
                 middle = low + (high - low) * 0.5
                 reaching = tl.sum((best >= middle).to(tl.int32), axis=0)
-                enough = reaching >= top_k
+                enough = reaching >= wanted
                 low = tl.where(enough, middle, low)
                 high = tl.where(enough, high, middle)
                 count = tl.where(enough, reaching, count)
@@ -323,14 +346,20 @@ def _sample_kernel(
                 count = tl.sum(is_candidate.to(tl.int32), axis=0)
                 place = tl.cumsum(is_candidate.to(tl.int32), axis=0) - 1
                 if count <= ROOM:
-                    search = False
                     tl.store(id_ptr + place, ids, mask=is_candidate)
                     tl.store(x_ptr + place, x, mask=is_candidate)
                     tl.debug_barrier()
+                    total = tl.full((), 0.0, tl.float64)
+                    if not HAS_TOP_K:
+                        total = _sum(
+                            logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, 0.0,
+                            BLOCK, UNROLL,
+                        )  # fmt: skip
                     token = _choose_by_pairs(
-                        x_ptr, id_ptr, count, largest, scale, uniform, top_k, top_p, min_p,
-                        HAS_TOP_P, ROOM, CHUNK,
+                        x_ptr, id_ptr, count, total, largest, scale, uniform, top_k, top_p, min_p,
+                        HAS_TOP_K, HAS_TOP_P, ROOM, CHUNK,
                     )  # fmt: skip
+                    search = token == NONE
         if search:
             token = _choose_by_search(
                 logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, reach,
@@ -390,9 +419,13 @@ def launch_sample(
     batch = logits.shape[0]
     unit = stride_unit(logits.stride(0), logits.shape[1])
     has_top_k = 0 < top_k < vocab_size
-    room = max(128, triton.next_power_of_2(2 * top_k)) if has_top_k else 0
+    room = 0
+    if has_top_k:
+        room = max(128, triton.next_power_of_2(2 * top_k))
+    elif top_p < 1:
+        room = MOST_CANDIDATES
     room = 0 if room > MOST_CANDIDATES else room
-    config = {"ROOM": room, "CHUNK": 32} | (config or config_for(logits))
+    config = {"ROOM": room, "CHUNK": 4096 // max(room, 128)} | (config or config_for(logits))
     scale = LOG2E / min(temperature, LARGEST_TEMPERATURE)
     work = torch.empty(batch, 3 * config["ROOM"], dtype=torch.int32, device=logits.device)
     with torch.cuda.device_of(logits):
