@@ -412,3 +412,12 @@ def test_what_was_written_and_loaded_gives_the_logits_of_the_model_it_was_made_o
             lm.step_(IDS[:, token], state) for lm, state in zip((made, loaded), states, strict=True)
         )
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("words", ["int8:4", "int8:outer:4", "fp32"])
+def test_words_override_what_was_written_and_take_its_column_scales_where_they_say_so(tmp_path, words):
+    quantize(save(tmp_path, "hf"), tmp_path / "out", outer=True)
+    lm = load_model(tmp_path / "out", device="cpu", state_dtype=words)
+    assert (lm.columns is not None) == ("outer" in words)
+    if lm.columns is not None:
+        assert torch.equal(lm.columns[0], some_scales(outer=True).columns[0])
