@@ -51,8 +51,7 @@ class FusedStep:
         # Rows that begin on a cache line can be read in whole vectors, whatever their length.
         self.zxbcdt = buffer(batch, -(-config.in_proj_dim // 64) * 64)[:, : config.in_proj_dim]
         self.logits = buffer(batch, config.vocab_rows)
-        # Programmatic dependent launch exists from Hopper on.
-        self.pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        self.pdl = starts_early(device)
 
     @staticmethod
     def serves(config: ModelConfig) -> bool:
@@ -123,3 +122,8 @@ class FusedStep:
         advance_positions(state.packed)
         state.seqlen += 1
         return self.logits
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether `device` has programmatic dependent launch: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

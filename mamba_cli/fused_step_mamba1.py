@@ -3,6 +3,7 @@
 import torch
 
 from mamba_cli.config import ModelConfig
+from mamba_cli.fused_step import starts_early
 from mamba_cli.model import Model
 from mamba_cli.state import State, wide_dtype
 from mamba_kernels.decode_layer import MANY_ROWS, embed_step, in_proj_step, lm_head_step, out_proj_step
@@ -39,6 +40,7 @@ class FusedStepMamba1:
         self.dt = buffer(config.d_inner) if many else None
         self.product = buffer(config.d_model) if many else None
         self.logits = buffer(config.vocab_rows)
+        self.pdl = starts_early(device)
 
     @staticmethod
     def serves(config: ModelConfig) -> bool:
@@ -66,9 +68,9 @@ class FusedStepMamba1:
                 mixer.conv_bias,
                 self.xz,
                 d_ssm=0,
-                pdl=True,
+                pdl=self.pdl,
             )
-            x_proj_step(self.xz[:, : config.d_inner], mixer.x_proj.weight, self.dtBC, pdl=True)
+            x_proj_step(self.xz[:, : config.d_inner], mixer.x_proj.weight, self.dtBC, pdl=self.pdl)
             gated = mamba1_ssm_step(
                 self.xz,
                 self.dtBC,
@@ -80,7 +82,7 @@ class FusedStepMamba1:
                 self.gated,
                 norm_eps=config.bcdt_norm_eps,
                 dt=self.dt,
-                pdl=True,
+                pdl=self.pdl,
             )
             normed = out_proj_step(
                 gated,
@@ -91,8 +93,8 @@ class FusedStepMamba1:
                 config.norm_eps,
                 self.hidden,
                 product=self.product,
-                pdl=True,
+                pdl=self.pdl,
             )
-        lm_head_step(normed, model.head.weight, self.logits, pdl=True)
+        lm_head_step(normed, model.head.weight, self.logits, pdl=self.pdl)
         state.seqlen += 1
         return self.logits
