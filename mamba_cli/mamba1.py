@@ -11,6 +11,8 @@ from mamba_cli.weights import Weights
 from mamba_kernels.backend import backend_for
 from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_kernels.mixer_cpu import Mamba1Core
+from mamba_kernels.packed_selective_update import packed_selective_update
+from mamba_kernels.packed_state import PackedState
 from mamba_kernels.selective_scan import selective_scan_fn
 from mamba_kernels.selective_state_update import selective_state_update
 
@@ -34,10 +36,11 @@ class Mamba1Mixer:
     def prefill(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
         """Read seqlen tokens; `state` is updated in place."""
         x, z = self.in_proj(u).transpose(1, 2).chunk(2, 1)
-        conv = causal_conv1d_fn(
-            x, self.conv_weight, self.conv_bias, initial_states=state.conv[..., 1:], activation="silu"
-        )
-        advance_window(state.conv, x)
+        with state.opened_window(u.dtype) as window:
+            conv = causal_conv1d_fn(
+                x, self.conv_weight, self.conv_bias, initial_states=window[..., 1:], activation="silu"
+            )
+            advance_window(window, x)
         dt, B, C = self._project(conv.transpose(1, 2))
         with state.opened(self.A, u.shape[1]) as ssm_state:
             ssm_state = ssm_state.view(-1, *self.A.shape)  # a packed one has an axis for its only head
@@ -62,19 +65,23 @@ class Mamba1Mixer:
         if backend_for(u.device) == "torch":
             return self._step_on_torch(u, state)
         x, z = self.in_proj(u).chunk(2, -1)
-        conv = causal_conv1d_update(x, state.conv, self.conv_weight, self.conv_bias, "silu")
+        with state.opened_window(u.dtype) as window:
+            conv = causal_conv1d_update(x, window, self.conv_weight, self.conv_bias, "silu")
         dt, B, C = self._project(conv)
-        y = selective_state_update(
-            state.ssm, conv, dt, self.A, B, C, D=self.D, z=z, dt_bias=self.dt_bias, dt_softplus=True
-        )
-        return self.out_proj(y)
+        update = packed_selective_update if isinstance(state.ssm, PackedState) else selective_state_update
+        return self.out_proj(update(state.ssm, conv, dt, self.A, B, C, self.D, z, self.dt_bias, True))
 
     def _step_on_torch(self, u: torch.Tensor, state: SSMState) -> torch.Tensor:
         core = self.torch_core
         x, z = self.in_proj(u).to(core.wide).chunk(2, -1)
-        x = core.convolve(x, state.conv)
+        with state.opened_window(u.dtype) as window:
+            x = core.convolve(x, window)
         dt, B, C = (part.to(core.wide) for part in self._project(x.to(u.dtype)))
-        return self.out_proj(core.advance(x, z, dt, B, C, state.ssm).to(u.dtype))
+        if isinstance(state.ssm, PackedState):
+            y = packed_selective_update(state.ssm, x, dt, self.A, B, C, self.D, z, self.dt_bias, True)
+        else:
+            y = core.advance(x, z, dt, B, C, state.ssm)
+        return self.out_proj(y.to(u.dtype))
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return dt (..., d_inner) before its bias, B and C (..., d_state) of x (..., d_inner)."""

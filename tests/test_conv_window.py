@@ -10,10 +10,11 @@ from mamba_cli.errors import Mamba2Error
 from mamba_cli.fused_step import FusedStep
 from mamba_cli.state import conv_window
 from mamba_kernels.backend import use_backend
-from model_testing import BASE, VARIANTS, make
+from model_testing import BASE, VARIANTS, make, variant
 from test_model import distance, ids_for
 
-CONFIGS = {"plain": BASE, "hybrid": VARIANTS["hybrid"], "everything": VARIANTS["everything"]}
+CONFIGS = {name: VARIANTS[name] for name in ("plain", "hybrid", "everything")}
+CONFIGS["mamba1"] = variant(layer="Mamba1", headdim=1, dt_rank=4, rmsnorm=False)
 HALF_A_STEP = {"bf16": 2.0**-8, "fp8": 2.0**-3.9, "int8": 1 / 127}
 
 
