@@ -22,7 +22,6 @@ from mamba_cli.quantize.saved import (
     find_section,
     read_recipe,
     read_saved,
-    saved_state_format,
     write_quantized,
 )
 from mamba_cli.quantize.section import read_section, state_heads, write_heads, write_section
@@ -119,6 +118,7 @@ def changed(**changes) -> dict:
         (changed(name=""), "here name: expected a line"),
         (changed(name="a\nb"), "here name: expected a line"),
         (changed(name=7), "here name: expected a line"),
+        (changed(name="fp32"), "here name: expected another name than that of the plain state"),
         (changed(rounding="up"), "here rounding: expected one of nearest, stochastic, got up"),
         (changed(rounding=["nearest"]), "here rounding: expected one of"),
         (changed(window=0), "here window: expected an integer from 1 to 64, got 0"),
@@ -322,7 +322,7 @@ def test_a_single_file_cannot_carry_a_format(tmp_path):
 
 
 def test_a_checkpoint_without_a_section_has_no_format(tmp_path):
-    assert saved_state_format(open_checkpoint(save(tmp_path))) is None
+    assert read_saved(open_checkpoint(save(tmp_path))) is None
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_scales_that_do_not_belong_to_the_model_are_refused(tmp_path, change, me
     change(tensors)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
     with pytest.raises(Mamba2Error, match=message):
-        saved_state_format(open_checkpoint(tmp_path / "out"))
+        read_saved(open_checkpoint(tmp_path / "out"))
 
 
 def test_scales_that_are_missing_or_elsewhere_are_refused(tmp_path):
@@ -362,10 +362,10 @@ def test_scales_that_are_missing_or_elsewhere_are_refused(tmp_path):
     path = tmp_path / "out" / "state_scales.safetensors"
     path.rename(tmp_path / "elsewhere.safetensors")
     with pytest.raises(Mamba2Error, match="got no such file"):
-        saved_state_format(open_checkpoint(tmp_path / "out"))
+        read_saved(open_checkpoint(tmp_path / "out"))
     path.symlink_to(tmp_path / "elsewhere.safetensors")
     with pytest.raises(Mamba2Error, match="expected files inside the folder"):
-        saved_state_format(open_checkpoint(tmp_path / "out"))
+        read_saved(open_checkpoint(tmp_path / "out"))
 
 
 def test_column_scales_need_their_file(tmp_path):
@@ -376,7 +376,7 @@ def test_column_scales_need_their_file(tmp_path):
     with pytest.raises(
         Mamba2Error, match=r"scales: expected state_scales\.safetensors for this format, got none"
     ):
-        saved_state_format(open_checkpoint(tmp_path / "out"))
+        read_saved(open_checkpoint(tmp_path / "out"))
 
 
 def test_a_recipe_is_a_section_in_a_file_or_a_configuration_that_holds_one(tmp_path):

@@ -161,6 +161,18 @@ def test_the_report_fits_a_terminal_of_sixty_columns(run, monkeypatch, columns):
     assert sum("int4 *" in line for line in lines) == 3
 
 
+def test_a_target_out_of_reach_fails_with_what_was_reached_and_writes_nothing(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "mamba_cli.quantize.study.reach",
+        lambda target, make, format, *rest: reach(-0.9, make, format, *rest),
+    )
+    status, out, err = run("-o", str(tmp_path / "out"), "--target-ppl-increase", "0.1%")
+    assert (status, out) == (1, "")
+    assert "error: target: expected a perplexity increase of at most 0.1%, got " in err
+    assert "with every head of int8 in 16 bits" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_target_that_is_met_widens_nothing(run):
     status, out, err = run("--json", "--target-ppl-increase", "50%")
     assert status == 0, err

@@ -72,22 +72,11 @@ class Written:
     copied: int
 
 
-def saved_state_format(
-    checkpoint: Checkpoint,
-) -> tuple[StateFormat, tuple[torch.Tensor | None, ...] | None] | None:
-    """Return the state format that lies with a checkpoint, and its column scales, if it has some.
-
-    None where there is no format. Raises Mamba2Error where it does not fit the model, or its scales.
-    """
-    saved = read_saved(checkpoint)
-    if saved is None:
-        return None
-    format, scales = saved
-    return format, scales.columns if scales.outer else None
-
-
 def read_saved(checkpoint: Checkpoint) -> tuple[StateFormat, Scales] | None:
-    """Return the state format that lies with a checkpoint, and all its scales; None where there is none."""
+    """Return the state format that lies with a checkpoint, and its scales; None where there is none.
+
+    Raises Mamba2Error where they do not fit the model, or each other.
+    """
     found = find_section(checkpoint.folder)
     if found is None:
         return None

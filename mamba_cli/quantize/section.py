@@ -98,6 +98,8 @@ def read_section(section: Any, config: ModelConfig, where: str) -> tuple[StateFo
     name = section["name"]
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
         check.fail("name", f"a line of up to {LONGEST_NAME} characters", name)
+    if name == "fp32":
+        check.fail("name", "another name than that of the plain state", name)
     rounding = check.word("rounding", section["rounding"], ROUNDINGS)
     window = check.integer("window", section["window"], 1, LARGEST_WINDOW)
     seed = check.integer("seed", section.get("seed", 0), 0, LARGEST_SEED)

@@ -21,7 +21,8 @@ from mamba_cli.state_format import StateFormat, parse_state_spec, recommended_fo
 LAYER_WINDOW = 128
 
 # By the name that people read: what LanguageModel.with_state makes the model of.
-Formats = dict[str, tuple[str | StateFormat, Sequence[torch.Tensor | None] | None]]
+Tensors = Sequence[torch.Tensor | None] | None
+Formats = dict[str, tuple[str | StateFormat, Tensors, Tensors]]
 
 # Shows the progress of a stretch of work: a total and a label, and inside the block a call for each piece.
 Bars = Callable[[float | None, str], AbstractContextManager[Callable[..., None]]]
@@ -71,7 +72,7 @@ def choose(lm: LanguageModel, plan: Plan, request: Request, bars: Bars) -> Choic
     with bars(sum(window.length for window in plan.windows), "calibrating") as advance:
         scales = calibrate(lm, plan, advance)
     format, outer = request.recipe or _recommended(lm.config, scales, request.state_dtype, request.seed)
-    make = partial(lm.with_state, columns=scales.columns if outer else None)
+    make = partial(lm.with_state, columns=scales.columns if outer else None, conv_peaks=scales.conv)
     layers = _sensitivity(lm, plan, request, format, make, bars)
     if request.target is None:
         return Choice(format, outer, scales, tuple(layers), ())
@@ -79,8 +80,8 @@ def choose(lm: LanguageModel, plan: Plan, request: Request, bars: Bars) -> Choic
         reached = reach(request.target, make, format, layers, lm, plan, lambda tokens, nll: advance(tokens))
     if not reached.met:
         raise Mamba2Error(
-            f"target: expected a perplexity increase of at most {request.target:.4g}, got "
-            f"{reached.loss.change:.4g} with every head of {format.name} in 16 bits",
+            f"target: expected a perplexity increase of at most {100 * request.target:.4g}%, got "
+            f"{100 * reached.loss.change:.4g}% with every head of {format.name} in 16 bits",
             "a larger --target-ppl-increase, or a longer --calibrate text, if the error is of its size",
         )
     name = f"{format.name} widened" if reached.layers else format.name
@@ -89,20 +90,23 @@ def choose(lm: LanguageModel, plan: Plan, request: Request, bars: Bars) -> Choic
 
 def formats_beside(config: ModelConfig, choice: Choice, specs: Sequence[str], seed: int) -> Formats:
     """Return the formats that `specs` mean for this model, by name, fp32 left out, and the chosen one."""
+    measured = choice.measured
+
+    def with_scales(format: StateFormat, outer: bool) -> tuple[StateFormat, Tensors, Tensors]:
+        return format, measured.columns if outer else None, measured.conv
+
     formats: Formats = {}
     for spec in specs:
-        if parse_state_spec(spec).plain is not None:
-            formats[spec] = spec, None
-        else:
-            format, outer = _recommended(config, choice.measured, spec, seed)
-            formats[spec] = format, choice.measured.columns if outer else None
-    formats.pop("fp32", None)
-    return formats | {choice.format.name: (choice.format, choice.measured.columns if choice.outer else None)}
+        if parse_state_spec(spec).plain is None:
+            formats[spec] = with_scales(*_recommended(config, measured, spec, seed))
+        elif spec != "fp32":
+            formats[spec] = spec, None, None
+    return formats | {choice.format.name: with_scales(choice.format, choice.outer)}
 
 
 def compare_losses(lm: LanguageModel, plan: Plan, formats: Formats, bars: Bars) -> dict[str, Loss]:
     """Score each format against the fp32 state of lm, all in one pass."""
-    models = [lm.with_state(format, columns) for format, columns in formats.values()]
+    models = [lm.with_state(*arguments) for arguments in formats.values()]
     with bars(plan.predictions, "comparing") as advance:
         losses = measure_losses(models, lm, plan, lambda tokens, nll: advance(tokens))
     return dict(zip(formats, losses, strict=True))
