@@ -152,10 +152,12 @@ def config_for(batch: int, d_state: int, multiplies: bool) -> dict[str, int]:
 
     multiplies: dt_proj as well: few rows of the batch, so tiles of 8 channels, to have programs for every
     processor. Else 2 KB of each of 4 rows' fp32 states under way in a warp, as A is read once for them.
+    Fewer channels where their states would not fit the registers.
     """
+    block_n = triton.next_power_of_2(d_state)
     if multiplies:
-        return {"BLOCK_M": min(2, batch), "BLOCK_P": 8, "num_warps": 1}
-    return {"BLOCK_M": 4, "BLOCK_P": max(4, 512 // triton.next_power_of_2(d_state)), "num_warps": 1}
+        return {"BLOCK_M": min(2, batch), "BLOCK_P": min(8, max(1, 1024 // block_n)), "num_warps": 1}
+    return {"BLOCK_M": 4, "BLOCK_P": max(1, 512 // block_n), "num_warps": 1}
 
 
 def launch_mamba1_ssm_step(
