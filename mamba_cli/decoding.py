@@ -167,7 +167,7 @@ class CapturedDecoder:
         kept = [tensor.clone() for tensor in self.chooser.tensors()]
         self.chooser.turn.zero_()  # what is captured also runs, and random numbers may be about to end
         step = step_function(self.lm.model, self.state)
-        pdl = getattr(step, "pdl", False)  # of a step whose kernels end in such launches
+        pdl = getattr(step, "pdl", False)  # of a fused step, whose last kernel lets the next one start
 
         def run() -> None:
             self.chooser.choose(step(self.chooser.token_ids, self.state), pdl)

@@ -1,9 +1,9 @@
 """Triton kernels that choose a token: one program a row, which reads the row from the L2 cache.
 
-A row is read in blocks of BLOCK columns. A lane is what lies at one place of all blocks: the lanes' largest
-logits stay in registers, and the few lanes that can hold one of the top_k logits are read again. What they
-hold is compared pair by pair, which sorts nothing and takes the same time for any data. Where there are too
-many (top_k is large or off, or logits are equal), thresholds are searched for over the whole row instead.
+A lane is what lies at one place of all blocks of a row. The lanes' largest logits stay in registers, and the
+few lanes that can hold one of the top_k logits, or the nucleus, are read again. What they hold is compared
+pair by pair, which sorts nothing. Where that is too much (a large top_k, a wide nucleus, equal logits),
+thresholds are searched for over the whole row instead.
 """
 
 from typing import Any
@@ -13,53 +13,23 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.choose_token import LARGEST_TEMPERATURE
+from mamba_kernels.choose_token_search_triton import (
+    NONE,
+    choose_by_search,
+    fetch,
+    penalise,
+    prepare,
+    sum_weights,
+    weigh,
+)
 from mamba_kernels.decode_norm_triton import early_start, start_next, wait_for_previous
 from mamba_kernels.triton_launch import stride_unit
 
 LOG2E = 1.4426950408889634
 # exp2 of less is 0 in float32: what lies as far below the largest logit, as an exponent, has no weight.
 SMALLEST_EXPONENT = 150.0
-NONE = tl.constexpr(2**31 - 1)  # no token has this id
 # Candidates that are compared pair by pair: more of them take longer than a search.
 MOST_CANDIDATES = 512
-
-
-@triton.jit
-def _penalise(x, seen_ptr, ids, mask, penalty):
-    """Logits x, float32, after the repetition penalty."""
-    if seen_ptr is not None:
-        seen = tl.load(seen_ptr + ids, mask=mask, other=0) != 0
-        x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, penalty + tl.zeros_like(x)), x * penalty), x)
-    return x
-
-
-@triton.jit
-def _fetch(logits_ptr, begin, columns, BLOCK: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT blocks as they are stored, all asked for before the first is looked at.
-
-    The mask is of all columns, padding too: these end on a vector, unlike the tokens.
-    """
-    blocks = ()
-    for i in tl.static_range(COUNT):
-        ids = begin + i * BLOCK + tl.arange(0, BLOCK)
-        blocks += (tl.load(logits_ptr + ids, mask=ids < columns, other=float("-inf")),)
-    return blocks
-
-
-@triton.jit
-def _prepare(block, seen_ptr, begin, columns, vocab_size, penalty, BLOCK: tl.constexpr):
-    """A block in float32 after the repetition penalty; -inf where there is no token."""
-    ids = begin + tl.arange(0, BLOCK)
-    x = _penalise(block.to(tl.float32), seen_ptr, ids, ids < columns, penalty)
-    if begin + BLOCK > vocab_size:  # also keeps the assembler from moving loads to where they are needed
-        x = tl.where(ids < vocab_size, x, float("-inf"))
-    return x
-
-
-@triton.jit
-def _load(logits_ptr, seen_ptr, begin, columns, vocab_size, penalty, BLOCK: tl.constexpr):
-    block = _fetch(logits_ptr, begin, columns, BLOCK, 1)
-    return _prepare(block[0], seen_ptr, begin, columns, vocab_size, penalty, BLOCK)
 
 
 @triton.jit
@@ -92,10 +62,10 @@ def _greedy_kernel(
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_block = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, vocab_size, UNROLL * BLOCK):
-        blocks = _fetch(logits_ptr, begin, columns, BLOCK, UNROLL)
+        blocks = fetch(logits_ptr, begin, columns, BLOCK, UNROLL)
         for i in tl.static_range(UNROLL):
             start = begin + i * BLOCK
-            x = _prepare(blocks[i], penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
+            x = prepare(blocks[i], penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
             better = (x > best) | ((x != x) & (best == best))  # NaN is above all else
             best = tl.where(better, x, best)
             best_block = tl.where(better, start, best_block)
@@ -105,127 +75,6 @@ def _greedy_kernel(
     top = tl.max((order.to(tl.int64) << 32) | ((best_block + lane) ^ NONE).to(tl.int64), axis=0)
     token = (top & 0xFFFFFFFF).to(tl.int32) ^ NONE
     _finish(token, row, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr)
-
-
-@triton.jit
-def _weigh(x, largest, scale):
-    """exp((x - largest) / temperature), where scale is log2(e) / temperature."""
-    return tl.exp2((x - largest) * scale)
-
-
-@triton.jit
-def _threshold(
-    logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, low, bound,
-    MASS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """The smallest logit above `low` that has less than `bound` above it, in weight (MASS) or in number.
-
-    `low` itself where all that lies above it has less. Bounds move to logits that exist, so that the search
-    ends as soon as nothing lies between them.
-    """
-    high = largest
-    while low < high:
-        middle = low + (high - low) * 0.5
-        middle = tl.where(middle > low, middle, high)  # they may be neighbours
-        measure = tl.zeros((BLOCK,), tl.float32)
-        above = tl.full((BLOCK,), float("inf"), tl.float32)
-        below = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for group in range(0, vocab_size, UNROLL * BLOCK):
-            blocks = _fetch(logits_ptr, group, columns, BLOCK, UNROLL)
-            for i in tl.static_range(UNROLL):
-                begin = group + i * BLOCK
-                x = _prepare(blocks[i], penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
-                is_above = x >= middle
-                measure += tl.where(is_above, _weigh(x, largest, scale) if MASS else 1.0, 0.0)
-                above = tl.minimum(above, tl.where(is_above, x, float("inf")))
-                below = tl.maximum(below, tl.where(is_above, float("-inf"), x))
-        less = tl.sum(measure.to(tl.float64), axis=0) < bound
-        high = tl.where(less, tl.maximum(tl.max(below, axis=0), low), high)
-        low = tl.where(less, low, tl.min(above, axis=0))
-    return low
-
-
-@triton.jit
-def _sum(
-    logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, least,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """The sum of the weights of at least `least`, block after block, in float64."""
-    total = tl.full((), 0.0, tl.float64)
-    for group in range(0, vocab_size, UNROLL * BLOCK):
-        blocks = _fetch(logits_ptr, group, columns, BLOCK, UNROLL)
-        for i in tl.static_range(UNROLL):
-            begin = group + i * BLOCK
-            x = _prepare(blocks[i], penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
-            w = _weigh(x, largest, scale)
-            total += tl.sum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
-    return total
-
-
-@triton.jit
-def _choose_by_search(
-    logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, reach,
-    uniform, top_k, top_p, min_p,
-    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """The choice from the whole row: thresholds first, then the sums of what is kept."""
-    lane = tl.arange(0, BLOCK)
-    low = largest - reach
-    least = min_p
-    if HAS_TOP_K:
-        low = _threshold(
-            logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, low,
-            top_k, False, BLOCK, UNROLL,
-        )  # fmt: skip
-        least = tl.maximum(least, _weigh(low, largest, scale))
-    if HAS_TOP_P:
-        # The sum of exactly top_k weights, of those that equal the last as many as are needed.
-        last = _weigh(low, largest, scale)
-        sums = tl.zeros((BLOCK,), tl.float64)
-        greater = tl.zeros((BLOCK,), tl.int32)
-        equal = tl.zeros((BLOCK,), tl.int32)
-        for group in range(0, vocab_size, UNROLL * BLOCK):
-            blocks = _fetch(logits_ptr, group, columns, BLOCK, UNROLL)
-            for i in tl.static_range(UNROLL):
-                begin = group + i * BLOCK
-                x = _prepare(blocks[i], penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
-                w = _weigh(x, largest, scale)
-                sums += tl.where(w > last, w, 0.0).to(tl.float64)
-                greater += (w > last).to(tl.int32)
-                equal += (w == last).to(tl.int32)
-        total = tl.sum(sums, axis=0)
-        needed = tl.sum(equal, axis=0)
-        if HAS_TOP_K:
-            needed = tl.minimum(needed, top_k - tl.sum(greater, axis=0))
-        total += needed.to(tl.float64) * last.to(tl.float64)
-        edge = _threshold(
-            logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, low,
-            top_p * total, True, BLOCK, UNROLL,
-        )  # fmt: skip
-        least = tl.maximum(least, _weigh(edge, largest, scale))
-
-    total = _sum(
-        logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, least, BLOCK, UNROLL
-    )
-    target = uniform * total
-    before = tl.full((), 0.0, tl.float64)
-    start = -1  # of the block that passes the target
-    for group in range(0, vocab_size, UNROLL * BLOCK):
-        blocks = _fetch(logits_ptr, group, columns, BLOCK, UNROLL)
-        for i in tl.static_range(UNROLL):
-            begin = group + i * BLOCK
-            x = _prepare(blocks[i], penalised_ptr, begin, columns, vocab_size, penalty, BLOCK)
-            w = _weigh(x, largest, scale)
-            after = before + tl.sum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
-            start = tl.where((start < 0) & (after > target), begin, start)
-            before = tl.where(start < 0, after, before)
-    x = _load(logits_ptr, penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
-    w = _weigh(x, largest, scale)
-    cumulative = before + tl.cumsum(tl.where(w >= least, w, 0.0).to(tl.float64), axis=0)
-    kept = (w >= least) & (w > 0)
-    token = tl.min(tl.where(kept & (cumulative > target), start + lane, NONE), axis=0)
-    # Blocks and lanes add up in different orders, so that a target on the last boundary may lie beyond.
-    return tl.where(token == NONE, tl.max(tl.where(kept, start + lane, 0), axis=0), token)
 
 
 @triton.jit
@@ -241,13 +90,13 @@ def _choose_by_pairs(
     place = tl.arange(0, ROOM)
     x = tl.load(x_ptr + place, mask=place < count, other=float("-inf"))
     ids = tl.load(id_ptr + place, mask=place < count, other=0)
-    w = _weigh(x, largest, scale)
+    w = weigh(x, largest, scale)
     greater = tl.zeros((ROOM, CHUNK), tl.int32)
     mass = tl.zeros((ROOM, CHUNK), tl.float64)
     for begin in range(0, count, CHUNK):
         other_place = begin + tl.arange(0, CHUNK)
         other = tl.load(x_ptr + other_place, mask=other_place < count, other=float("-inf"))
-        other = _weigh(other, largest, scale)
+        other = weigh(other, largest, scale)
         is_greater = other[None, :] > w[:, None]
         greater += is_greater.to(tl.int32)
         mass += tl.where(is_greater, other[None, :], 0.0).to(tl.float64)
@@ -295,10 +144,10 @@ def _sample_kernel(
     lane = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for begin in range(0, vocab_size, UNROLL * BLOCK):
-        blocks = _fetch(logits_ptr, begin, columns, BLOCK, UNROLL)
+        blocks = fetch(logits_ptr, begin, columns, BLOCK, UNROLL)
         for i in tl.static_range(UNROLL):
             start = begin + i * BLOCK
-            x = _prepare(blocks[i], penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
+            x = prepare(blocks[i], penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
             best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
     largest = tl.max(tl.where(best == best, best, float("inf")), axis=0)
     uniform = tl.load(uniform_ptr + tl.load(turn_ptr + row) * batch + row)
@@ -339,7 +188,7 @@ def _sample_kernel(
                 ids = tl.arange(0, BLOCKS)[:, None] * BLOCK + lanes[None, :]
                 mask = (place < count)[None, :] & (ids < vocab_size)
                 x = tl.load(logits_ptr + ids, mask=mask, other=float("-inf")).to(tl.float32)
-                x = _penalise(x, penalised_ptr, ids, mask, penalty)
+                x = penalise(x, penalised_ptr, ids, mask, penalty)
                 x = tl.reshape(x, (BLOCKS * ROOM,))
                 ids = tl.reshape(ids, (BLOCKS * ROOM,))
                 is_candidate = x >= low
@@ -351,7 +200,7 @@ def _sample_kernel(
                     tl.debug_barrier()
                     total = tl.full((), 0.0, tl.float64)
                     if not HAS_TOP_K:
-                        total = _sum(
+                        total = sum_weights(
                             logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, 0.0,
                             BLOCK, UNROLL,
                         )  # fmt: skip
@@ -361,7 +210,7 @@ def _sample_kernel(
                     )  # fmt: skip
                     search = token == NONE
         if search:
-            token = _choose_by_search(
+            token = choose_by_search(
                 logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, reach,
                 uniform, top_k, top_p, min_p, HAS_TOP_K, HAS_TOP_P, BLOCK, UNROLL // 2,
             )  # fmt: skip
