@@ -59,17 +59,18 @@ class FusedStepMamba1:
         normed = embed_step(token_ids, model.embedding, norms[0], config.norm_eps, self.residual, self.hidden)
         for block, memory, next_norm in zip(model.blocks, state.layers, norms[1:], strict=True):
             mixer = block.mixer
-            in_proj_step(
-                normed,
-                mixer.in_proj.weight,
-                mixer.in_proj.bias,
-                memory.conv,
-                mixer.conv_weight,
-                mixer.conv_bias,
-                self.xz,
-                d_ssm=0,
-                pdl=self.pdl,
-            )
+            with memory.opened_window(mixer.conv_weight.dtype) as conv_state:
+                in_proj_step(
+                    normed,
+                    mixer.in_proj.weight,
+                    mixer.in_proj.bias,
+                    conv_state,
+                    mixer.conv_weight,
+                    mixer.conv_bias,
+                    self.xz,
+                    d_ssm=0,
+                    pdl=self.pdl and conv_state is memory.conv,  # else a kernel has just written it
+                )
             x_proj_step(self.xz[:, : config.d_inner], mixer.x_proj.weight, self.dtBC, pdl=self.pdl)
             gated = mamba1_ssm_step(
                 self.xz,
