@@ -38,7 +38,7 @@ def calibrate(
     lm keeps its state in fp32. A head's half-life is ln 2 / (dt exp(A_log)) with its mean dt on the text:
     the state decays by exp(dt A) a token (Gu and Dao 2023, arXiv:2312.00752, equation 4), so the mean rate
     is what a stretch of text amounts to. A column's scale is the root mean square of that column of the
-    state, over the geometric mean of its head's columns.
+    state's rows, each brought to length one, over the geometric mean of its head's columns.
     """
     with _observed(lm) as observers, use_backend(lm.backend):
         for window in plan.windows:
@@ -81,9 +81,11 @@ class _Observer:
         return self.mixer.prefill(u, state)
 
     def look(self, state: SSMState) -> None:
-        """Add up the squares of the state: (heads, d_state), one head for Mamba-1."""
+        """Add up the squares of the state's rows: (heads, d_state), one head for Mamba-1."""
         ssm = state.ssm if state.ssm.dim() == 4 else state.ssm[:, None]
-        self.squares = self.squares.to(ssm.device) + ssm.double().square().sum((0, 2))
+        # Rows of length one: each is rounded relative to its own scale, so that a small row counts as much.
+        rows = F.normalize(ssm.double(), dim=-1, eps=torch.finfo(torch.float32).tiny)
+        self.squares = self.squares.to(ssm.device) + rows.square().sum((0, 2))
 
     def half_lives(self) -> torch.Tensor:
         """(nheads,), or (d_inner, d_state) for Mamba-1; fp32 on the CPU, infinite where nothing decays."""
