@@ -72,26 +72,24 @@ class LanguageModel:
         convolution, for windows in fp8 or int8. A state of one of the two models is none of the other.
         """
         lm = copy.copy(self)
-        lm._forget_graphs()
-        lm.ssm_dtype = lm.columns = lm.conv_scales = None
+        lm.ssm_dtype = lm.state_format = lm.columns = lm.conv_scales = None
         if isinstance(state, StateFormat):
             lm.state_format = state
         else:
             spec = parse_state_spec(state)
-            if spec.plain is not None:
-                lm.ssm_dtype = None if spec.plain == torch.float32 else spec.plain
-                lm.state_format = None
-                return lm
+            columns = columns if spec.outer else None
             if spec.outer and columns is None:
                 raise Mamba2Error(
                     f"state-dtype {spec}: expected calibrated column scales, got none",
                     "mamba2 quantize-state calibrates them",
                 )
-            lm.state_format = recommended_format(self.config, self.half_lives(), spec)
-            columns = columns if spec.outer else None
+            if spec.plain is None:
+                lm.state_format = recommended_format(self.config, self.half_lives(), spec)
+            elif spec.plain != torch.float32:
+                lm.ssm_dtype = spec.plain
         if columns is not None:
             lm.columns = [None if scales is None else scales.to(self.device) for scales in columns]
-        if lm.state_format.conv in RANGES:
+        if lm.state_format is not None and lm.state_format.conv in RANGES:
             if conv_peaks is None:
                 raise Mamba2Error(
                     f"state format {lm.state_dtype}: expected calibrated scales of the convolution, got none",
@@ -101,6 +99,7 @@ class LanguageModel:
                 None if peaks is None else static_scales(lm.state_format.conv, peaks.to(self.device))
                 for peaks in conv_peaks
             ]
+        lm._forget_graphs()
         return lm
 
     @property
@@ -109,6 +108,12 @@ class LanguageModel:
         if self.state_format is not None:
             return self.state_format.name
         return PLAIN_NAMES[self.ssm_dtype or wide_dtype(self.dtype)]
+
+    @property
+    def captures_steps(self) -> bool:
+        """Whether steps go into CUDA graphs. Torch's forms of a packed step wait for the device."""
+        in_torch = self.backend == "torch" or self.config.layer == "Mamba1"
+        return self.device.type == "cuda" and not (in_torch and self.state_format is not None)
 
     def half_lives(self) -> list[torch.Tensor | None]:
         """Return for each layer how long its states last (see state_format.half_lives); None: attention."""
@@ -163,7 +168,7 @@ class LanguageModel:
         On a GPU the first call on a state captures a CUDA graph, which all later ones replay.
         """
         token_ids = token_ids.to(self.device)
-        if self.device.type != "cuda":
+        if not self.captures_steps:
             return self.logits(self._run(self.model.step, token_ids, state))
         if state.graph is None:
             state.graph = self._run(StepGraph, self.model, state)
@@ -201,7 +206,9 @@ class LanguageModel:
 
     def _forget_graphs(self) -> None:
         self.decoder: Any = None  # what mamba_cli.decoding keeps from one text to the next
-        self._prefill = PrefillGraphs(self.model) if self.device.type == "cuda" else self.model.prefill
+        # Packing a state between prefill and step is not captured.
+        captures = self.device.type == "cuda" and self.state_format is None
+        self._prefill = PrefillGraphs(self.model) if captures else self.model.prefill
 
     def _run(self, function, *arguments) -> torch.Tensor:
         with use_backend(self.backend):
