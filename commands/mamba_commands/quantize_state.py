@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mamba_cli.errors import Mamba2Error
 from mamba_commands.options import (
     BackendOption,
     DeviceOption,
@@ -225,4 +226,6 @@ def _plan(
         name, texts = source.name, source.documents(split=False)
     limit = max_tokens or MAX_TOKENS[lm.device.type]
     encoded = encode_documents(texts, lm.tokenizer, None, lm.config.vocab_size, limit)
+    if (tokens := sum(len(document.ids) for document in encoded)) < 2:
+        raise Mamba2Error(f"text: expected at least 2 tokens, one to read and one to predict, got {tokens}")
     return name, make_plan(encoded, lm.tokenizer, "step", window)

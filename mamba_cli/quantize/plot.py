@@ -35,7 +35,7 @@ def plot_errors(formats: Sequence[FormatReport], path: Path, title: str) -> None
         axes.set_xlabel("tokens read")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3, which="both")
-    axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
     # A file's name is no formula.
     figure.suptitle(title, parse_math=False)
     save_figure(figure, path)
