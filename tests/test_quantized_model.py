@@ -9,7 +9,7 @@ import torch
 
 from mamba_cli.decoding import decode
 from mamba_cli.fused_step import FusedStep
-from mamba_cli.load import load_model
+from mamba_cli.load import load_model, random_model
 from mamba_cli.sampling import SamplingParams, UniformNumbers
 from mamba_cli.state import AttentionState
 from mamba_commands.app import main
@@ -63,16 +63,33 @@ def test_a_narrow_state_is_near_the_plain_one(name, words):
     assert 0 < distance(logits, lm(ids)[:, 11:]) < NEAR[words]
 
 
-@pytest.mark.parametrize("name", [name for name, config in VARIANTS.items() if FusedStep.serves(config)])
-def test_the_fused_step_is_the_general_step_on_a_packed_state(name):
+SERVED = [name for name, config in VARIANTS.items() if FusedStep.serves(config)]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [(name, "torch") for name in SERVED] + [("groups_as_heads", "triton")]
+)
+def test_the_fused_step_is_the_general_step_on_a_packed_state(name, backend, device):
     config = VARIANTS[name]
-    lm, ids = make(config).with_state("int8"), ids_for(config, length=24)
+    lm = random_model(config, device=device.type, backend="torch").with_state("int8")
+    ids = ids_for(config, length=24).to(device)
     _, state = lm.prefill(ids[:, :5])
     fused, fused_state = FusedStep(lm.model, 2), state.clone()
-    for t in range(5, 24):
+    for t in range(5, 24 if backend == "torch" else 9):
         logits = lm.step_(ids[:, t], state)
-        with use_backend("torch"), torch.inference_mode():
+        with use_backend(backend), torch.inference_mode():
             assert distance(fused(ids[:, t], fused_state), logits) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["everything", "no_gated_norm"])
+def test_kernels_and_torch_agree_on_a_packed_state(name, device):
+    config = VARIANTS[name]
+    ids = ids_for(config, length=14)
+    one, other = (
+        run(random_model(config, device=device.type, backend=backend).with_state("int8:4"), ids, 7)
+        for backend in ("triton", "torch")
+    )
+    assert distance(one, other) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["plain", "hybrid", "mamba1"])
