@@ -3,12 +3,14 @@
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from checkpoint_testing import save_state_spaces, state_dict
 from generation_testing import save_word_level
+from mamba_cli.config import ModelConfig
 from mamba_cli.convert import convert
 from mamba_cli.load import load_model
 from mamba_cli.perplexity.plan import make_plan
@@ -21,6 +23,7 @@ from mamba_commands.app import main
 from mamba_kernels.packed_state import LayerFormat
 from model_testing import BASE, hybrid, make, variant
 from perplexity_testing import NumberTokenizer
+from quantize_testing import MAMBA1
 
 IDS = torch.randint(BASE.vocab_size, (90,), generator=torch.Generator().manual_seed(0)).tolist()
 QUICK = ("--device", "cpu", "--window", "24", "--sensitivity-tokens", "40", "--compare", "int4")
@@ -31,15 +34,20 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    """A model with logits that differ, and a tokenizer that reads numbers as ids."""
-    folder = tmp_path_factory.mktemp("model")
-    tensors = state_dict(BASE)
+def save_model(folder: Path, config: ModelConfig) -> Path:
+    """Write a model with logits that differ, and a tokenizer that reads numbers as ids."""
+    tensors = state_dict(config)
     for name in ("backbone.embedding.weight", "lm_head.weight"):
         tensors[name] = tensors[name] * 30
-    save_state_spaces(folder / "plain", BASE, tensors)
-    save_word_level(folder / "plain", [str(number) for number in range(BASE.vocab_size)])
+    save_state_spaces(folder, config, tensors)
+    save_word_level(folder, [str(number) for number in range(config.vocab_size)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder / "plain", BASE)
     convert(folder / "plain", folder / "hf", "hf")
     return str(folder / "hf")
 
@@ -133,6 +141,19 @@ def test_what_is_written_is_what_every_command_then_uses(run, tmp_path, model, c
     assert main(["inspect", str(tmp_path / "out")]) == 0
     line = "state_quantization\tint8:4:outer; rounding stochastic; written every 4 tokens; heads "
     assert line in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("config", [hybrid(), MAMBA1], ids=["hybrid", "mamba1"])
+def test_hybrids_and_mamba1_are_reported_and_written_too(run, tmp_path, config):
+    source = save_model(tmp_path / "model", config)
+    status, out, err = run("-o", str(tmp_path / "out"), "--json", model=str(source))
+    assert status == 0, err
+    found = strict(out)
+    assert [layer["heads"] is None for layer in found["layers"]] == [
+        index in config.attn_layer_idx for index in range(config.n_layer)
+    ]
+    assert found["formats"][-1]["loss"]["kl"] > 0
+    assert load_model(tmp_path / "out", device="cpu").state_dtype == "int8"
 
 
 def test_a_recipe_is_followed_head_by_head(run, tmp_path):
