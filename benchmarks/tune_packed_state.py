@@ -42,8 +42,12 @@ FORMATS = [
     (("int8",) * 15 + ("fp16",), 8),
     (("int4",) * 7 + ("int8",), 8),
 ]
-# Rows of a tile that is read and of one that is folded, warps: what to try on int8 and int4, window 8.
-TILES = [(64, 8, 1), (32, 16, 1), (32, 8, 1), (16, 16, 1), (64, 16, 2), (64, 32, 2), (32, 16, 2)]
+# Rows of a tile that is read and of one that is folded, warps, registers of a thread (0: no limit): what to
+# try on int8 and int4, window 8.
+TILES = [
+    (64, 16, 1, 128), (64, 8, 1, 0), (64, 8, 1, 96), (32, 16, 1, 128), (32, 8, 1, 0), (64, 16, 2, 0),
+    (64, 32, 2, 0), (32, 16, 2, 0),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -196,8 +200,11 @@ def main() -> None:
     shape = Shape(4, 16, 32) if options.smoke else Shape()
     batches = (2,) if options.smoke else (64, 256)
     formats = FORMATS[2:4] if options.smoke else FORMATS
-    tiles = [(16, 8, 1)] if options.smoke else TILES
-    configs = [{"BLOCK_P": rows, "FOLD_P": fold, "num_warps": warps} for rows, fold, warps in tiles]
+    tiles = [(16, 8, 1, 128)] if options.smoke else TILES
+    configs = [
+        {"BLOCK_P": rows, "FOLD_P": fold, "num_warps": warps, **({"maxnreg": registers} if registers else {})}
+        for rows, fold, warps, registers in tiles
+    ]
     jobs: list[Any] = [(shape, dtypes, window, None) for dtypes, window in formats]
     jobs += [(shape, (dtype,), 8, config) for dtype in ("int8", "int4") for config in configs]
     with multiprocessing.get_context("spawn").Pool(

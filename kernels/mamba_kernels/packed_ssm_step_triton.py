@@ -1,6 +1,5 @@
 """Triton kernel of the decode step's recurrence on a packed state."""
 
-import functools
 from typing import Any
 
 import torch
@@ -9,8 +8,15 @@ import triton.language as tl
 
 from mamba_kernels.backend import interpreting
 from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wait_for_previous
-from mamba_kernels.packed_state import LayerFormat, PackedState
-from mamba_kernels.state_codes import FORMATS, STATE_DTYPES, first_key
+from mamba_kernels.packed_state import LayerFormat, PackedState, head_table
+from mamba_kernels.packed_window_triton import (
+    inverse_columns,
+    load_columns,
+    load_scale,
+    load_words,
+    stored_and_window,
+)
+from mamba_kernels.state_codes import FORMATS, first_key
 from mamba_kernels.state_codes_triton import (
     INT4,
     decode,
@@ -111,7 +117,7 @@ def _advance_rows(
         if INTEGER:
             codes = _load_bytes(codes_ptr, p, p_in, WORDS, BLOCK_W)
         else:
-            codes = _load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
+            codes = load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
         tl.debug_barrier()  # else the compiler puts these loads behind those that have to wait for others
     position = tl.load(position_ptr + slot)
     A = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
@@ -167,7 +173,7 @@ def _advance_rows(
         past_x = tl.load(past_x_ptrs, mask=past[:, None] & p_in[None, :], other=0.0)
         past_B_ptrs = past_B_ptr + (ring * BC)[:, None] + n[None, :]
         past_B = tl.load(past_B_ptrs, mask=past[:, None] & n_in[None, :], other=0.0)
-        scale = _load_scale(scales_ptr, p, p_in, KIND)
+        scale = load_scale(scales_ptr, p, p_in, KIND)
         D = tl.load(D_ptr + p * D_P, mask=p_in, other=0.0).to(tl.float32)
         norm_weight = D
         if NORM != "none":
@@ -184,9 +190,9 @@ def _advance_rows(
             fields = decode(codes, KIND)
             products = tl.zeros((BLOCK_P, BLOCK_W), tl.float32)
             for field in tl.static_range(FIELDS):
-                C_part = _load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
+                C_part = load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
                 if columns_ptr is not None and is_scaled(KIND):
-                    C_part *= _load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
+                    C_part *= load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
                 products += fields[field] * C_part[None, :]
             y = tl.sum(products, axis=1) * decoded_unit(KIND)
         y *= scale * tl.exp(A * (dt + tl.sum(past_dt, axis=0)))
@@ -217,42 +223,21 @@ def _fold(
     """Move the stored rows p (FOLD_P,) on to this token, of input x and dt; return C h."""
     FIELDS: tl.constexpr = per_word(KIND)
     WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
-    words = _load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
-    scale = _load_scale(scales_ptr, p, p_in, KIND)
-    age = tl.arange(0, BLOCK_AGE)
-    rings = (position + (2 * WINDOW - 1) - age) % WINDOW
-    total = dt + tl.sum(tl.load(past_dt_ptr + rings * NHEADS, mask=age < count, other=0.0), axis=0)
-    scale *= tl.exp(A * total) * decoded_unit(KIND)
-    fields = decode(words, KIND)
     state = ()
+    moved = stored_and_window(
+        codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, dt, A, position, count,
+        p, p_in, w, KIND, NHEADS, D_STATE, D_SSM, BC, WINDOW, BLOCK_W, BLOCK_AGE,
+    )  # fmt: skip
     for field in tl.static_range(FIELDS):
-        part = fields[field] * scale[:, None]
-        if columns is not None and is_scaled(KIND):
-            part *= _load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
-        now = _load_columns(B_ptr, w, field, WORDS, D_STATE, BLOCK_W)
-        state += (part + (dt * x)[:, None] * now[None, :],)
-    # The inputs that are not in the stored state, each decayed by what came after it; the newest first.
-    since = dt
-    for back in range(0, count):
-        ring = (position + (WINDOW - 1) - back) % WINDOW
-        past_dt = tl.load(past_dt_ptr + ring * NHEADS)
-        past_x = tl.load(past_x_ptr + ring * D_SSM + p, mask=p_in, other=0.0).to(tl.float32)
-        past_x *= past_dt * tl.exp(A * since)
-        since += past_dt
-        moved = ()
-        for field in tl.static_range(FIELDS):
-            past_B = _load_columns(past_B_ptr + ring * BC, w, field, WORDS, D_STATE, BLOCK_W)
-            moved += (state[field] + past_x[:, None] * past_B[None, :],)
-        state = moved
+        B = load_columns(B_ptr, w, field, WORDS, D_STATE, BLOCK_W)
+        state += (moved[field] + (dt * x)[:, None] * B[None, :],)
     products = tl.zeros((FOLD_P, BLOCK_W), tl.float32)
     rounded = ()
     for field in tl.static_range(FIELDS):
-        products += state[field] * _load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
+        products += state[field] * load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
         part = state[field]
         if columns is not None and is_scaled(KIND):
-            column = _load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
-            inverse = tl.div_rn(tl.full((BLOCK_W,), 1.0, tl.float32), tl.where(column > 0, column, 1.0))
-            part *= inverse[None, :]
+            part *= inverse_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
         rounded += (part,)
     words, scale = encode(rounded, p, w, key, KIND, WORDS, STOCHASTIC, INTERPRET)
     word_in = p_in[:, None] & inside(w, WORDS, BLOCK_W)[None, :]
@@ -348,38 +333,11 @@ def _time_step(dt_ptr, dt_bias, dt_min, dt_max):
 
 
 @triton.jit
-def _load_words(codes_ptr, p, p_in, w, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
-    word_in = p_in[:, None] & inside(w, WORDS, BLOCK_W)[None, :]
-    return tl.load(codes_ptr + (p * WORDS)[:, None] + w[None, :], mask=word_in, other=0)
-
-
-@triton.jit
 def _load_bytes(codes_ptr, p, p_in, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
     byte = tl.arange(0, 4 * BLOCK_W)
     byte_in = p_in[:, None] & inside(byte, 4 * WORDS, 4 * BLOCK_W)[None, :]
     bytes_ptr = codes_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
     return tl.load(bytes_ptr + (p * (4 * WORDS))[:, None] + byte[None, :], mask=byte_in, other=0)
-
-
-@triton.jit
-def _load_scale(scales_ptr, p, p_in, KIND: tl.constexpr):
-    """The scales of rows p; 1 for a format without."""
-    scale = tl.full(p.shape, 1.0, tl.float32)
-    if is_scaled(KIND):
-        scale = tl.load(scales_ptr + p, mask=p_in, other=0.0)
-    return scale
-
-
-@triton.jit
-def _load_columns(
-    ptr, w, field: tl.constexpr, WORDS: tl.constexpr, D_STATE: tl.constexpr, BLOCK_W: tl.constexpr
-):
-    """Of a row of D_STATE numbers, those whose state is field `field` of words w; zero past the end."""
-    if WORDS == BLOCK_W and (field + 1) * WORDS <= D_STATE:
-        return tl.load(ptr + field * WORDS + w).to(tl.float32)
-    else:
-        column_in = (w < WORDS) & (field * WORDS + w < D_STATE)
-        return tl.load(ptr + field * WORDS + w, mask=column_in, other=0.0).to(tl.float32)
 
 
 def config_for(batch: int, format: LayerFormat, headdim: int, d_state: int) -> dict[str, int]:
@@ -398,16 +356,6 @@ def config_for(batch: int, format: LayerFormat, headdim: int, d_state: int) -> d
         return min(max(4, numbers // block_n), triton.next_power_of_2(headdim))
 
     return {"BLOCK_P": rows(numbers), "FOLD_P": rows(min(numbers, 2048)), "num_warps": 1}
-
-
-@functools.lru_cache(maxsize=1024)
-def _head_table(format: LayerFormat, headdim: int, d_state: int, device: torch.device) -> torch.Tensor:
-    """(nheads, 2) int32: each head's format, and where its codes begin in units of 16 bytes."""
-    rows = {}
-    for group in format.groups(headdim, d_state):
-        for index, head in enumerate(group.heads):
-            rows[head] = (STATE_DTYPES.index(group.dtype), (group.begin + index * group.size) // 16)
-    return torch.tensor([rows[head] for head in sorted(rows)], dtype=torch.int32, device=device)
 
 
 def launch_packed_ssm_step(
@@ -439,17 +387,16 @@ def launch_packed_ssm_step(
     config = config or config_for(batch, format, headdim, d_state)
     tiles = triton.cdiv(headdim, config["BLOCK_P"])
     norm = "none" if norm_weight is None else "norm_first" if norm_before_gate else "gate_first"
-    kinds = sum(1 << STATE_DTYPES.index(dtype) for dtype in set(format.heads))
     with torch.cuda.device_of(zxbcdt):
         _packed_ssm_step_kernel[(batch * nheads * tiles,)](
             zxbcdt, packed.codes, packed.scales, packed.x, packed.B, packed.dt, packed.position,
-            packed.columns, _head_table(format, headdim, d_state, zxbcdt.device), slots, dt_bias, A_log, D,
+            packed.columns, head_table(format, headdim, d_state, zxbcdt.device), slots, dt_bias, A_log, D,
             norm_weight, scaled, squares,
             first_key(format.seed), *dt_limit, zxbcdt.stride(0), packed.codes.stride(0) // 16,
             packed.scales.stride(0), packed.x.stride(0), packed.B.stride(0), packed.dt.stride(0),
             D.stride(0), scaled.stride(0), 0 if squares is None else squares.stride(0),
             NHEADS=nheads, HEADDIM=headdim, D_STATE=d_state, HEADS_PER_GROUP=nheads // ngroups,
-            WINDOW=format.window, KINDS=kinds, STOCHASTIC=format.rounding == "stochastic",
+            WINDOW=format.window, KINDS=format.kinds, STOCHASTIC=format.rounding == "stochastic",
             D_P=D.stride(1) if D.dim() == 2 else 0, GATE=gate, NORM=norm,
             BLOCK_N=max(8, triton.next_power_of_2(d_state)), BLOCK_AGE=triton.next_power_of_2(format.window),
             INTERPRET=interpreting(), **config, **early_start(pdl, zxbcdt),

@@ -13,10 +13,11 @@ Heads may be kept in different formats, see `state_codes`.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
+from mamba_kernels.backend import backend_for
 from mamba_kernels.checks import check, check_shape
 from mamba_kernels.state_codes import (
     FORMATS,
@@ -70,6 +71,11 @@ class LayerFormat:
             check(dtype in STATE_DTYPES, "heads", f"formats of {', '.join(STATE_DTYPES)}", repr(dtype))
         check(self.rounding in ROUNDINGS, "rounding", " or ".join(ROUNDINGS), repr(self.rounding))
         check(self.window >= 1, "window", "at least 1 token", self.window)
+
+    @property
+    def kinds(self) -> int:
+        """Bit i is set where a head has format i of STATE_DTYPES."""
+        return sum(1 << STATE_DTYPES.index(dtype) for dtype in set(self.heads))
 
     def groups(self, headdim: int, d_state: int) -> list[HeadGroup]:
         """Where the codes of each head lie in a sequence's bytes: heads of one format are neighbours."""
@@ -203,6 +209,10 @@ class PackedState:
         A: (nheads,), or (d_inner, d_state) for Mamba-1; negative.
         """
         check_shape("A", A, (self.headdim, self.d_state) if A.dim() == 2 else (self.scales.shape[1],))
+        if A.dim() == 1 and self.x.dtype != torch.float64 and backend_for(self.codes.device) == "triton":
+            from mamba_kernels.packed_state_triton import launch_unpack
+
+            return launch_unpack(self, A)
         slots = torch.arange(self.slots, device=self.codes.device)
         state = self.stored(slots)
         x, B, dt = self.window(slots)
@@ -223,6 +233,11 @@ class PackedState:
         else:
             self.position.fill_(position)
         self.dt.zero_()
+        if backend_for(self.codes.device) == "triton":
+            from mamba_kernels.packed_state_triton import launch_pack
+
+            launch_pack(state, self)
+            return
         slots = torch.arange(self.slots, device=self.codes.device).repeat_interleave(nheads)
         heads = torch.arange(nheads, device=self.codes.device).repeat(self.slots)
         self.store(state.float().flatten(0, 1), slots, heads, self.position[slots] - 1)
@@ -281,6 +296,19 @@ def empty_packed_state(
         zeros(dtype=torch.int32),
         None if columns is None else columns.to(device, torch.float32),
     )
+
+
+@lru_cache(maxsize=1024)
+def head_table(format: LayerFormat, headdim: int, d_state: int, device: torch.device) -> torch.Tensor:
+    """(nheads, 2) int32: each head's index in STATE_DTYPES, and where its codes begin in units of 16 bytes.
+
+    Made once, as a kernel reads it while a CUDA graph is captured.
+    """
+    rows = {}
+    for group in format.groups(headdim, d_state):
+        for index, head in enumerate(group.heads):
+            rows[head] = (STATE_DTYPES.index(group.dtype), (group.begin + index * group.size) // ALIGNMENT)
+    return torch.tensor([rows[head] for head in sorted(rows)], dtype=torch.int32, device=device)
 
 
 def advance_positions(states: Sequence[PackedState], state_batch_indices: torch.Tensor | None = None) -> None:

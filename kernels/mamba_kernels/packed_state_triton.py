@@ -1,0 +1,143 @@
+"""Triton kernels that pack a state after a prefill, and unpack one before the next."""
+
+import torch
+import triton
+import triton.language as tl
+
+from mamba_kernels.backend import interpreting
+from mamba_kernels.decode_norm_triton import inside
+from mamba_kernels.packed_state import PackedState, head_table
+from mamba_kernels.packed_window_triton import inverse_columns, stored_and_window
+from mamba_kernels.state_codes import first_key
+from mamba_kernels.state_codes_triton import encode, is_scaled, per_word, rounding_key
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _packed_state_kernel(
+    state_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
+    heads_ptr, A_ptr,
+    seed, stride_state_slot, stride_state_head, stride_state_p, stride_codes, stride_scales, stride_x,
+    stride_B, stride_dt,
+    NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr, PACK: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Program pid = (slot * NHEADS + head) * TILES + tile packs or unpacks rows p of one head.
+
+    p: BLOCK_P rows of HEADDIM. state: float32, unit stride along a row. heads_ptr, KINDS and the unit of
+    stride_codes are those of the step's kernel.
+    """
+    TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
+    D_SSM: tl.constexpr = NHEADS * HEADDIM
+    BC: tl.constexpr = NHEADS // HEADS_PER_GROUP * D_STATE
+    pid = tl.program_id(0)
+    head = pid // TILES % NHEADS
+    slot = (pid // (TILES * NHEADS)).to(tl.int64)
+    p = pid % TILES * BLOCK_P + tl.arange(0, BLOCK_P)
+    p_in = inside(p, HEADDIM, BLOCK_P)
+    position = tl.load(position_ptr + slot)
+    kind = tl.load(heads_ptr + 2 * head)
+    begin = tl.load(heads_ptr + 2 * head + 1).to(tl.int64)
+    codes_ptr = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (slot * stride_codes + begin) * 4
+    scales_ptr += slot * stride_scales + head * HEADDIM
+    state_ptr += slot * stride_state_slot + head.to(tl.int64) * stride_state_head
+    state_ptrs = state_ptr + p.to(tl.int64)[:, None] * stride_state_p
+    columns = columns_ptr
+    if columns_ptr is not None:
+        columns = columns_ptr + head * D_STATE
+    for KIND in tl.static_range(6):
+        if (KINDS >> KIND) & 1 != 0:
+            if kind == KIND:
+                if PACK:
+                    key = rounding_key(seed, position - 1, head)
+                    _pack_rows(
+                        state_ptrs, codes_ptr, scales_ptr, columns, key, p, p_in, KIND, D_STATE, STOCHASTIC,
+                        BLOCK_P, BLOCK_N, INTERPRET,
+                    )  # fmt: skip
+                else:
+                    _unpack_rows(
+                        state_ptrs, codes_ptr, scales_ptr, columns,
+                        past_x_ptr + slot * stride_x + head * HEADDIM,
+                        past_B_ptr + slot * stride_B + head // HEADS_PER_GROUP * D_STATE,
+                        past_dt_ptr + slot * stride_dt + head, tl.load(A_ptr + head).to(tl.float32), position,
+                        (position + head) % WINDOW, p, p_in, KIND, NHEADS, D_STATE, D_SSM, BC, WINDOW,
+                        BLOCK_N, BLOCK_AGE,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _pack_rows(
+    state_ptrs, codes_ptr, scales_ptr, columns, key, p, p_in,
+    KIND: tl.constexpr, D_STATE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    FIELDS: tl.constexpr = per_word(KIND)
+    WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
+    BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
+    w = tl.arange(0, BLOCK_W)
+    state = ()
+    for field in tl.static_range(FIELDS):
+        column_in = (w < WORDS) & (field * WORDS + w < D_STATE)
+        both_in = p_in[:, None] & column_in[None, :]
+        part = tl.load(state_ptrs + (field * WORDS + w)[None, :], mask=both_in, other=0.0).to(tl.float32)
+        if columns is not None and is_scaled(KIND):
+            part *= inverse_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
+        state += (part,)
+    words, scale = encode(state, p, w, key, KIND, WORDS, STOCHASTIC, INTERPRET)
+    word_in = p_in[:, None] & inside(w, WORDS, BLOCK_W)[None, :]
+    tl.store(codes_ptr + (p * WORDS)[:, None] + w[None, :], words, mask=word_in)
+    if is_scaled(KIND):
+        tl.store(scales_ptr + p, scale, mask=p_in)
+
+
+@triton.jit
+def _unpack_rows(
+    state_ptrs, codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, A, position, count,
+    p, p_in,
+    KIND: tl.constexpr, NHEADS: tl.constexpr, D_STATE: tl.constexpr, D_SSM: tl.constexpr, BC: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr,
+):  # fmt: skip
+    FIELDS: tl.constexpr = per_word(KIND)
+    WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
+    BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
+    w = tl.arange(0, BLOCK_W)
+    state = stored_and_window(
+        codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, 0.0, A, position, count,
+        p, p_in, w, KIND, NHEADS, D_STATE, D_SSM, BC, WINDOW, BLOCK_W, BLOCK_AGE,
+    )  # fmt: skip
+    for field in tl.static_range(FIELDS):
+        column_in = (w < WORDS) & (field * WORDS + w < D_STATE)
+        both_in = p_in[:, None] & column_in[None, :]
+        tl.store(state_ptrs + (field * WORDS + w)[None, :], state[field], mask=both_in)
+
+
+def launch_pack(state: torch.Tensor, packed: PackedState) -> None:
+    """Round `state` (slots, nheads, headdim, d_state) into the codes and scales of `packed`."""
+    state = state if state.stride(-1) == 1 else state.contiguous()
+    _launch(state, packed, None)
+
+
+def launch_unpack(packed: PackedState, A: torch.Tensor) -> torch.Tensor:
+    """`PackedState.unpack` with A (nheads,)."""
+    nheads = packed.scales.shape[1]
+    state = torch.empty(packed.slots, nheads, packed.headdim, packed.d_state, device=A.device)
+    _launch(state, packed, A)
+    return state
+
+
+def _launch(state: torch.Tensor, packed: PackedState, A: torch.Tensor | None) -> None:
+    """Pack where there is no A, else unpack."""
+    slots, nheads, headdim, d_state = state.shape
+    format, block_n = packed.format, max(8, triton.next_power_of_2(d_state))
+    rows = min(max(4, 2048 // block_n), triton.next_power_of_2(headdim))
+    with torch.cuda.device_of(state):
+        _packed_state_kernel[(slots * nheads * triton.cdiv(headdim, rows),)](
+            state, packed.codes, packed.scales, packed.x, packed.B, packed.dt, packed.position,
+            packed.columns, head_table(format, headdim, d_state, state.device), A,
+            first_key(format.seed), *state.stride()[:3], packed.codes.stride(0) // 16,
+            packed.scales.stride(0), packed.x.stride(0), packed.B.stride(0), packed.dt.stride(0),
+            NHEADS=nheads, HEADDIM=headdim, D_STATE=d_state, HEADS_PER_GROUP=nheads // packed.B.shape[2],
+            WINDOW=format.window, KINDS=format.kinds, STOCHASTIC=format.rounding == "stochastic",
+            PACK=A is None, BLOCK_P=rows, BLOCK_N=block_n, BLOCK_AGE=triton.next_power_of_2(format.window),
+            INTERPRET=interpreting(), num_warps=1,
+        )  # fmt: skip
