@@ -14,6 +14,7 @@ from mamba_cli.convert import convert
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.load import load_model
 from mamba_cli.quantize.saved import check_can_carry, find_section, read_saved, write_quantized
+from mamba_cli.quantize.section import write_section
 from model_testing import BASE, hybrid
 from quantize_testing import IDS, MAMBA1, digest, quantize, save, some_format, some_scales
 
@@ -147,6 +148,25 @@ def test_converting_takes_the_format_along(tmp_path, to):
     format, scales = read_saved(open_checkpoint(tmp_path / "second"))
     assert format == some_format()
     assert torch.equal(scales.columns[1], some_scales(outer=True).columns[1])
+
+
+@pytest.mark.parametrize("to", ["state-spaces", "fla"])
+def test_a_section_written_by_hand_needs_no_scales_and_is_taken_along(tmp_path, to):
+    source = save(tmp_path, "hf")
+    by_hand = {"version": 1, "name": "mine", "rounding": "nearest", "window": 2, "layers": ["int8", "fp8"]}
+    edit_json(source / "config.json", state_quantization=by_hand)
+    convert(source, tmp_path / "second", to)
+    format, _ = read_saved(open_checkpoint(tmp_path / "second"))
+    assert [layer.heads for layer in format.layers] == [("int8",) * 4, ("fp8",) * 4]
+    assert load_model(tmp_path / "second", device="cpu").state_dtype == "mine"
+    assert not (tmp_path / "second" / "state_scales.safetensors").exists()
+
+
+def test_a_format_of_its_own_file_goes_before_a_key_of_the_configuration(tmp_path):
+    source = save(tmp_path)
+    edit_json(source / "config.json", state_quantization=write_section(some_format(seed=1)))
+    quantize(source, tmp_path / "out")
+    assert read_saved(open_checkpoint(tmp_path / "out"))[0] == some_format()
 
 
 def test_the_destination_is_refused_before_anything_is_written(tmp_path):

@@ -57,6 +57,11 @@ class Scales:
         """Whether there are column scales."""
         return any(column is not None for column in self.columns)
 
+    @property
+    def unknown(self) -> bool:
+        """Whether there are none at all, as beside a section that was written by hand."""
+        return all(lives is None for lives in self.half_lives)
+
     def kept(self, outer: bool) -> "Scales":
         """Return the same, without the column scales where the format has none."""
         return self if outer else replace(self, columns=(None,) * len(self.columns))
@@ -105,14 +110,11 @@ def find_section(folder: Path) -> tuple[Any, str] | None:
     """Return the section of the checkpoint in `folder`, unchecked, and where it stands; None without one."""
     if not folder.is_dir():
         return None
-    config = inside(folder, "config.json")
-    if config.is_file():
-        section = read_json(config).get(STATE_SECTION)
-        if section is not None:
-            return section, f"{folder / 'config.json'} {STATE_SECTION}"
     if os.path.lexists(folder / STATE_SECTION_FILE):
         return read_json(inside(folder, STATE_SECTION_FILE)), str(folder / STATE_SECTION_FILE)
-    return None
+    config = inside(folder, "config.json")
+    section = read_json(config).get(STATE_SECTION) if config.is_file() else None
+    return None if section is None else (section, f"{folder / 'config.json'} {STATE_SECTION}")
 
 
 def read_recipe(path: Path, config: ModelConfig) -> tuple[StateFormat, bool]:
@@ -171,6 +173,10 @@ def carry_section(source: Checkpoint, folder: Path) -> None:
 def _put_format(format_name: str, folder: Path, format: StateFormat, scales: Scales) -> None:
     """Add a state format to a folder that has its config.json."""
     section = write_section(format, scales.outer)
+    if scales.unknown:
+        section["scales"] = None
+    else:
+        _write_scales(folder / STATE_SCALES_FILE, scales)
     if get_format(format_name).refuses_other_keys:
         write_json(folder / STATE_SECTION_FILE, section)
     else:
@@ -178,7 +184,6 @@ def _put_format(format_name: str, folder: Path, format: StateFormat, scales: Sca
         document = read_json(folder / "config.json") | {STATE_SECTION: section}
         text = json.dumps(document, indent=2, ensure_ascii=False)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    _write_scales(folder / STATE_SCALES_FILE, scales)
 
 
 def _own_files(folder: Path) -> Iterator[tuple[Path, Path]]:
