@@ -24,7 +24,14 @@ from mamba_kernels.causal_conv1d import (
 from mamba_kernels.choose_token import choose_token, choose_token_ref
 from mamba_kernels.chunk_scan import mamba_chunk_scan_combined, ssd_recurrent_ref
 from mamba_kernels.decode_layer import lm_head_step
-from mamba_kernels.decode_norm import Normed
+from mamba_kernels.decode_norm import NormBuffers, Normed
+from mamba_kernels.packed_ssm_step import packed_ssm_step
+from mamba_kernels.packed_state import (
+    STATE_DTYPES,
+    LayerFormat,
+    advance_positions,
+    empty_packed_state,
+)
 from mamba_kernels.rmsnorm import add_norm_fn, add_norm_ref, rmsnorm_fn, rmsnorm_ref
 from mamba_kernels.selective_scan import selective_scan_fn, selective_scan_ref
 from mamba_kernels.selective_state_update import selective_state_update, selective_state_update_ref
@@ -244,6 +251,40 @@ def _choice_case(operation: str, **options: float) -> Case:
     return Case(operation, choose, reference)
 
 
+def _packed_case(operation: str) -> Case:
+    """Heads of every format through a whole window, packed before and unpacked behind it.
+
+    Without decay and with small multiples of 1/8 no sum is rounded, so that every backend has to come to the
+    same codes.
+    """
+    nheads, headdim, d_state, window = len(STATE_DTYPES), 8, 32, 4
+    d_ssm = nheads * headdim
+
+    def run(device: torch.device, dtype: torch.dtype) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        shape = (window, 2, 2 * d_ssm + 2 * d_state + nheads)
+        rows = (torch.randint(-16, 17, shape, generator=generator) / 8).to(device, dtype)
+        packed = empty_packed_state(
+            LayerFormat(STATE_DTYPES, window=window), 2, nheads, headdim, d_state, 1, dtype, device
+        )
+        packed.pack_(torch.zeros(2, nheads, headdim, d_state, device=device), 0)
+        zeros = torch.zeros(nheads, device=device)
+        outputs = []
+        for row in rows:
+            out = NormBuffers.empty(2, d_ssm, dtype, device)
+            normed = packed_ssm_step(
+                row, packed, zeros, zeros - torch.inf, zeros, None, 0.0, out, ngroups=1, dt_limit=(0.5, 0.5)
+            )
+            advance_positions([packed])
+            outputs.append(normed.scaled)
+        return [*outputs, packed.unpack(zeros)]
+
+    def reference() -> Results:
+        return [result.double() for result in run(torch.device("cpu"), torch.float64)]
+
+    return Case(operation, run, reference)
+
+
 CONV = dict(x=(2, 24, 19), weight=(24, 4), bias=(24,), initial_states=(2, 24, 3))
 CONV_UPDATE = dict(x=(2, 24), conv_state=(2, 24, 4), weight=(24, 4), bias=(24,))
 CHUNK_SCAN = dict(
@@ -293,6 +334,7 @@ CASES = (
     # Not bfloat16, which a CPU's linear layers keep in a layout of their own.
     _decode_case("fused decode step, batch 16", batch=16, dtype=torch.float16),
     _decode_case("fused decode step, Mamba-1", batch=2, config=TINY_MAMBA1),
+    _packed_case("packed_ssm_step"),
     _choice_case("choose_token, greedy"),
     _choice_case("choose_token", temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
     _choice_case("choose_token, top_p alone", temperature=0.8, top_p=0.9),

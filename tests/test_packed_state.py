@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mamba_kernels.backend import use_backend
 from mamba_kernels.packed_state import (
     STATE_DTYPES,
     LayerFormat,
@@ -142,6 +143,40 @@ def test_each_head_of_a_packed_state_is_rounded_to_its_own_format(heads, roundin
             keys = keys_of(3, token)[head : head + 1] if rounding == "stochastic" else None
             expected = rounded(state[slot, head : head + 1], dtype, keys)
             assert torch.equal(found[slot, head : head + 1], expected)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(
+    "heads", [(dtype,) * 2 for dtype in STATE_DTYPES] + [("int8", "int4"), ("fp32", "fp8")]
+)
+@pytest.mark.parametrize("d_state, columns", [(20, True), (64, False)])
+def test_the_kernels_pack_to_the_same_bytes_and_unpack_the_window(device, heads, rounding, d_state, columns):
+    factor = torch.rand(2, d_state, generator=torch.Generator().manual_seed(2)) + 0.5 if columns else None
+    state = (3 * randn(3, 2, 5, d_state)).to(device)
+    state[1, 0, 2] = 0
+    states = []
+    for backend in ("torch", "triton"):
+        packed = empty_packed_state(
+            LayerFormat(heads, rounding, window=4, seed=5), 3, 2, 5, d_state, 2, torch.float32, device, factor
+        )
+        with use_backend(backend):
+            packed.pack_(
+                state.transpose(0, 1).contiguous().transpose(0, 1), torch.tensor([6, 3, 8]).to(device)
+            )
+        states.append(packed)
+    reference, ours = states
+    for name in ("codes", "scales", "dt", "position"):
+        assert torch.equal(getattr(ours, name), getattr(reference, name)), name
+
+    for name in ("x", "B"):
+        getattr(ours, name).copy_(randn(*getattr(ours, name).shape, seed=3))
+    ours.dt.copy_(randn(*ours.dt.shape, seed=4).abs())
+    A = torch.tensor([-0.3, -2.0], device=device)
+    found = []
+    for backend in ("torch", "triton"):
+        with use_backend(backend):
+            found.append(ours.unpack(A))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
 def test_column_factors_even_out_columns_of_different_size():

@@ -3,18 +3,22 @@
 The functions keep the names, argument order and layouts of mamba_ssm and causal-conv1d, so that code
 moves over by changing an import: `from mamba_kernels import mamba_chunk_scan_combined`. Each is imported
 at first use from the module of its operation, which also holds its reference, `<name>_ref`.
-`selective_state_update` shares its module's name, so it is imported from there only.
+Those that share their module's name, as `selective_state_update` does, are imported from there only.
 """
 
 import importlib
 
 _HOMES = {
+    "LayerFormat": "packed_state",
+    "PackedState": "packed_state",
+    "advance_positions": "packed_state",
     "causal_conv1d_fn": "causal_conv1d",
     "causal_conv1d_ref": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d",
     "causal_conv1d_update_ref": "causal_conv1d",
     "causal_conv1d_varlen_states": "causal_conv1d_varlen",
     "causal_conv1d_varlen_states_ref": "causal_conv1d_varlen",
+    "empty_packed_state": "packed_state",
     "mamba_chunk_scan_combined": "chunk_scan",
     "mamba_chunk_scan_combined_ref": "chunk_scan",
     "mamba_inner_fn": "mamba_inner",
