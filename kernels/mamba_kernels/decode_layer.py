@@ -36,7 +36,7 @@ from mamba_kernels.decode_norm import NormBuffers, Normed, normalise
 # Rows of a batch from which on the library's products are faster than ours on the ordinary cores.
 MANY_ROWS = 9
 # The same for ours on the tensor cores, in a Mamba-2 layer of 16-bit weights: up to this d_model, and above.
-LIBRARY_ROWS = 9
+LIBRARY_ROWS = 129
 WIDE, LIBRARY_ROWS_WIDE = 1536, 9
 
 
