@@ -14,6 +14,7 @@ from mamba_kernels.backend import backend_for
 from mamba_kernels.checks import check, check_device, check_shape
 from mamba_kernels.decode_norm import NormBuffers, Normed
 from mamba_kernels.packed_state import PackedState
+from mamba_kernels.state_codes import FORMATS, decode, dot
 
 
 def packed_ssm_step(
@@ -147,7 +148,6 @@ def _advance(
     heads_per_group = nheads // B.shape[1]
     position = packed.position[slots].long()
     heads = torch.arange(nheads, device=slots.device)
-    stored = packed.stored(slots).to(x.dtype)
     past_x, past_B, past_dt = (t.to(x.dtype) for t in packed.window(slots))
 
     # All inputs that the stored state lacks, the newest, this token, first.
@@ -159,18 +159,52 @@ def _advance(
     decay = torch.exp(since[:, -1] * A)
     CB = torch.einsum("bgn,bwgn->bwg", C, Bs).repeat_interleave(heads_per_group, 2)
     C = C.repeat_interleave(heads_per_group, 1)
-    y = decay[..., None] * (stored @ C[..., None]).squeeze(-1) + (CB[..., None] * weighted).sum(1)
+    y = decay[..., None] * _read_stored(packed, slots, C) + (CB[..., None] * weighted).sum(1)
 
     row, head = torch.nonzero((position[:, None] + heads) % window == window - 1, as_tuple=True)
     if len(row):
         inputs = weighted[row, :, head].transpose(1, 2) @ Bs[row, :, head // heads_per_group]
-        folded = stored[row, head] * decay[row, head][:, None, None] + inputs
+        folded = (
+            _stored_heads(packed, slots[row], head).to(x.dtype) * decay[row, head][:, None, None] + inputs
+        )
         packed.store(folded.float(), slots[row], head, position[row])
     ring = (slots, position % window)
     packed.x[ring] = x.to(packed.x.dtype)
     packed.B[ring] = B.to(packed.B.dtype)
     packed.dt[ring] = dt.to(packed.dt.dtype)
     return y
+
+
+def _read_stored(packed: PackedState, slots: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
+    """C (batch, nheads, d_state) times the stored states of `slots` (batch,): (batch, nheads, headdim)."""
+    y = C.new_empty(*C.shape[:2], packed.headdim)
+    everything = len(slots) == packed.slots
+    for group in packed.groups:
+        heads = slice(None) if len(packed.groups) == 1 else list(group.heads)
+        own = C[:, heads]
+        if packed.columns is not None and FORMATS[group.dtype].largest is not None:
+            own = own * packed.columns[heads]
+        words = packed.words(group)
+        words, scales = (words, packed.scales) if everything else (words[slots], packed.scales[slots])
+        y[:, heads] = dot(words, scales[:, heads], group.dtype, own)
+    return y
+
+
+def _stored_heads(packed: PackedState, slots: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """The stored states of heads[i] of slots[i], without their windows, float32 (pairs, headdim, d_state)."""
+    state = packed.scales.new_empty(len(slots), packed.headdim, packed.d_state)
+    for group in packed.groups:
+        place = torch.full((len(packed.format.heads),), -1, device=heads.device)
+        place[list(group.heads)] = torch.arange(len(group.heads), device=heads.device)
+        own = (place[heads] >= 0).nonzero().squeeze(1)
+        slot, head = slots[own], heads[own]
+        part = decode(
+            packed.words(group)[slot, place[head]], packed.scales[slot, head], group.dtype, packed.d_state
+        )
+        if packed.columns is not None and FORMATS[group.dtype].largest is not None:
+            part = part * packed.columns[head, None, :]
+        state[own] = part
+    return state
 
 
 def _check_arguments(

@@ -96,19 +96,38 @@ def decode(words: torch.Tensor, scales: torch.Tensor | None, dtype: str, d_state
     kind = FORMATS[dtype]
     if kind.bits == 32:
         return words.view(torch.float32)
-    if dtype == "int4":
-        parts = words.view(torch.uint8).unflatten(-1, (-1, 4))
-        nibbles = torch.stack([parts << 4, parts & 0xF0], -1).flatten(-2)
-        numbers = nibbles.view(torch.int8) >> 4
-    else:
-        element = {
-            "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "fp8": torch.float8_e4m3fn,
-        }[dtype]  # fmt: skip
-        numbers = words.view(element).unflatten(-1, (-1, kind.per_word))
+    numbers = _numbers(words, dtype)
     fields = torch.empty(*words.shape[:-1], kind.per_word, words.shape[-1], device=words.device)
     fields.copy_(numbers.transpose(-1, -2))
     state = fields.flatten(-2)[..., :d_state]
     return state if kind.largest is None else state * scales[..., None]
+
+
+def dot(words: torch.Tensor, scales: torch.Tensor | None, dtype: str, vector: torch.Tensor) -> torch.Tensor:
+    """Products (..., headdim) of the rows of `words` with vector (..., d_state), in the vector's dtype.
+
+    What `decode` gives times `vector`, but for the order of a sum and of its factors: the numbers are
+    multiplied in the order in which they lie in memory, and the scale once a row.
+    """
+    kind = FORMATS[dtype]
+    count = words.shape[-1]
+    fields = F.pad(vector, (0, count * kind.per_word - vector.shape[-1])).unflatten(-1, (kind.per_word, count))
+    numbers = _numbers(words, dtype).flatten(-2).to(vector.dtype)
+    y = (numbers @ fields.transpose(-1, -2).flatten(-2)[..., None]).squeeze(-1)
+    return y if kind.largest is None else y * scales
+
+
+def _numbers(words: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The numbers (..., words a row, numbers a word) as they lie in `words`, in torch's own narrow dtypes."""
+    if dtype == "int4":
+        parts = words.view(torch.uint8).unflatten(-1, (-1, 4))
+        nibbles = torch.stack([parts << 4, parts & 0xF0], -1).flatten(-2)
+        return nibbles.view(torch.int8) >> 4
+    element = {
+        "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
+        "fp8": torch.float8_e4m3fn,
+    }[dtype]  # fmt: skip
+    return words.view(element).unflatten(-1, (-1, FORMATS[dtype].per_word))
 
 
 def rounding_keys(seed: int, tokens: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
