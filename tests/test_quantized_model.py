@@ -204,4 +204,12 @@ def test_eval_ppl_compares_a_state_with_another_of_the_same_model(capfd, tmp_pat
     assert 0 < found["reference"]["nll_change"] < 0.05
 
 
+def test_a_measurement_is_not_continued_with_another_state(capfd, tmp_path):
+    (tmp_path / "text.txt").write_text(STORY)
+    arguments = ["eval-ppl", str(tmp_path / "text.txt"), "--device", "cpu", "--resume", str(tmp_path / "kept")]
+    assert main([*arguments, "--state-dtype", "int8"]) == 0
+    assert main([*arguments, "--state-dtype", "int8:nearest"]) == 1
+    assert "expected the same measurement, model" in capfd.readouterr().err
+
+
 STORY = "Once upon a time, there was a little girl named Lily. She liked to play outside in the park. " * 2

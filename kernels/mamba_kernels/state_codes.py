@@ -111,7 +111,8 @@ def dot(words: torch.Tensor, scales: torch.Tensor | None, dtype: str, vector: to
     """
     kind = FORMATS[dtype]
     count = words.shape[-1]
-    fields = F.pad(vector, (0, count * kind.per_word - vector.shape[-1])).unflatten(-1, (kind.per_word, count))
+    fields = F.pad(vector, (0, count * kind.per_word - vector.shape[-1]))
+    fields = fields.unflatten(-1, (kind.per_word, count))
     numbers = _numbers(words, dtype).flatten(-2).to(vector.dtype)
     y = (numbers @ fields.transpose(-1, -2).flatten(-2)[..., None]).squeeze(-1)
     return y if kind.largest is None else y * scales
