@@ -25,6 +25,7 @@ from mamba_kernels.choose_token import choose_token, choose_token_ref
 from mamba_kernels.chunk_scan import mamba_chunk_scan_combined, ssd_recurrent_ref
 from mamba_kernels.decode_layer import lm_head_step
 from mamba_kernels.decode_norm import NormBuffers, Normed
+from mamba_kernels.packed_selective_update import packed_selective_update
 from mamba_kernels.packed_ssm_step import packed_ssm_step
 from mamba_kernels.packed_state import (
     STATE_DTYPES,
@@ -285,6 +286,31 @@ def _packed_case(operation: str) -> Case:
     return Case(operation, run, reference)
 
 
+def _packed_mamba1_case(operation: str) -> Case:
+    """A whole window of a Mamba-1 layer's state in int8, exact for the same reasons."""
+    dim, d_state, window = 24, 16, 4
+
+    def run(device: torch.device, dtype: torch.dtype) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        shape = (window, 2, dim + 2 * d_state)
+        rows = (torch.randint(-16, 17, shape, generator=generator) / 8).to(device, dtype)
+        packed = empty_packed_state(
+            LayerFormat(("int8",), window=window), 2, 1, dim, d_state, 1, dtype, device, dt_per_row=True
+        )
+        A = torch.zeros(dim, d_state, device=device)
+        outputs = []
+        for row in rows:
+            x, B, C = row.split([dim, d_state, d_state], 1)
+            outputs.append(packed_selective_update(packed, x, torch.full_like(x, 0.5), A, B, C))
+            advance_positions([packed])
+        return [*outputs, packed.unpack(A)]
+
+    def reference() -> Results:
+        return [result.double() for result in run(torch.device("cpu"), torch.float64)]
+
+    return Case(operation, run, reference)
+
+
 CONV = dict(x=(2, 24, 19), weight=(24, 4), bias=(24,), initial_states=(2, 24, 3))
 CONV_UPDATE = dict(x=(2, 24), conv_state=(2, 24, 4), weight=(24, 4), bias=(24,))
 CHUNK_SCAN = dict(
@@ -335,6 +361,7 @@ CASES = (
     _decode_case("fused decode step, batch 16", batch=16, dtype=torch.float16),
     _decode_case("fused decode step, Mamba-1", batch=2, config=TINY_MAMBA1),
     _packed_case("packed_ssm_step"),
+    _packed_mamba1_case("packed_selective_update"),
     _choice_case("choose_token, greedy"),
     _choice_case("choose_token", temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
     _choice_case("choose_token, top_p alone", temperature=0.8, top_p=0.9),

@@ -9,6 +9,7 @@ after the other, from the stored state on; it is written once in a window.
 import torch
 import torch.nn.functional as F
 
+from mamba_kernels.backend import backend_for
 from mamba_kernels.checks import check, check_device, check_shape
 from mamba_kernels.packed_state import PackedState, recur
 
@@ -50,6 +51,11 @@ def packed_selective_update(
         check_shape(name, tensor, shape)
     check(len(packed.format.heads) == 1, "packed", "a state of one head", len(packed.format.heads))
     check_device(x.device, codes=packed.codes, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    if backend_for(x.device) == "triton":
+        from mamba_kernels.packed_selective_update_triton import launch_packed_selective_update
+
+        check(x.dtype != torch.float64, "x", "float32, bfloat16 or float16", x.dtype)
+        return launch_packed_selective_update(packed, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
 
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
