@@ -51,7 +51,7 @@ def test_heads_of_10000_tokens_and_more_stay_far_inside_the_bounds(dtype: str, b
 
 @pytest.mark.parametrize(("dtype", "most"), [("int4", 5.3), ("int8", 9.0), ("fp8", 9.0)])
 def test_a_fresh_model_keeps_near_the_bits_of_its_format(dtype: str, most: float) -> None:
-    # As Mamba-2 is initialised (Dao and Gu 2024): A uniform in 1 to 16, dt log-uniform in 0.001 to 0.1.
+    # As mamba_ssm initialises Mamba2: A uniform in 1 to 16, dt log-uniform in 0.001 to 0.1.
     random = torch.Generator().manual_seed(0)
     A = -1 - 15 * torch.rand(20_000, generator=random)
     dt = 0.001 * 100 ** torch.rand(20_000, generator=random)
