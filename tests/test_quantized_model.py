@@ -206,7 +206,8 @@ def test_eval_ppl_compares_a_state_with_another_of_the_same_model(capfd, tmp_pat
 
 def test_a_measurement_is_not_continued_with_another_state(capfd, tmp_path):
     (tmp_path / "text.txt").write_text(STORY)
-    arguments = ["eval-ppl", str(tmp_path / "text.txt"), "--device", "cpu", "--resume", str(tmp_path / "kept")]
+    text, kept = str(tmp_path / "text.txt"), str(tmp_path / "kept")
+    arguments = ["eval-ppl", text, "--device", "cpu", "--resume", kept]
     assert main([*arguments, "--state-dtype", "int8"]) == 0
     assert main([*arguments, "--state-dtype", "int8:nearest"]) == 1
     assert "expected the same measurement, model" in capfd.readouterr().err
