@@ -17,7 +17,7 @@ from mamba_cli.perplexity.plan import make_plan
 from mamba_cli.perplexity.tokens import Document
 from mamba_cli.quantize.report import measure_losses
 from mamba_cli.quantize.section import write_section
-from mamba_cli.quantize.sensitivity import can_widen, measure_layers, only, reach, widen
+from mamba_cli.quantize.sensitivity import Widened, can_widen, measure_layers, only, reach, widen
 from mamba_cli.state_format import StateFormat, layer_seed
 from mamba_commands.app import main
 from mamba_kernels.packed_state import LayerFormat
@@ -192,6 +192,24 @@ def test_a_target_out_of_reach_fails_with_what_was_reached_and_writes_nothing(ru
     assert "error: target: expected a perplexity increase of at most 0.1%, got " in err
     assert "with every head of int8 in 16 bits" in err
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_were_widened_for_a_target_are_named_and_written(run, tmp_path, monkeypatch):
+    def widen_the_second(target, make, format, layers, lm, plan, progress):
+        format = widen(format, 1)
+        [loss] = measure_losses([make(format)], lm, plan, progress)
+        return Widened(format, loss, (1,), True)
+
+    monkeypatch.setattr("mamba_cli.quantize.study.reach", widen_the_second)
+    words = "int4:uniform"
+    arguments = ("--state-dtype", words, "--target-ppl-increase", "0.1%", "-o", str(tmp_path / "out"))
+    status, out, err = run(*arguments, "--json")
+    assert status == 0, err
+    found = strict(out)
+    assert found["widened_layers"] == [1]
+    assert found["state_quantization"]["layers"] == ["int4", "int8"]
+    lm = load_model(tmp_path / "out", device="cpu")
+    assert lm.state_dtype == found["formats"][-1]["name"] == f"{words}+"
 
 
 def test_a_target_that_is_met_widens_nothing(run):

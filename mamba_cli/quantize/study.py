@@ -84,8 +84,9 @@ def choose(lm: LanguageModel, plan: Plan, request: Request, bars: Bars) -> Choic
             f"{100 * reached.loss.change:.4g}% with every head of {format.name} in 16 bits",
             "a larger --target-ppl-increase, or a longer --calibrate text, if the error is of its size",
         )
-    name = f"{format.name} widened" if reached.layers else format.name
-    return Choice(replace(reached.format, name=name), outer, scales, tuple(layers), reached.layers)
+    # Another name: the words alone mean the format before.
+    chosen = replace(reached.format, name=f"{format.name}+") if reached.layers else format
+    return Choice(chosen, outer, scales, tuple(layers), reached.layers)
 
 
 def formats_beside(config: ModelConfig, choice: Choice, specs: Sequence[str], seed: int) -> Formats:
