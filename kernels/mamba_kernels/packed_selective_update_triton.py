@@ -65,9 +65,9 @@ def _packed_selective_update_kernel(
     A = ()
     state = ()
     for field in tl.static_range(FIELDS):
-        n = field * WORDS + w
-        both_in = p_in[:, None] & ((w < WORDS) & (n < D_STATE))[None, :]
-        A_ptrs = A_ptr + (p * D_STATE)[:, None] + n[None, :]
+        at = field * WORDS + w
+        both_in = p_in[:, None] & ((w < WORDS) & (at < D_STATE))[None, :]
+        A_ptrs = A_ptr + (p * D_STATE)[:, None] + at[None, :]
         A += (tl.load(A_ptrs, mask=both_in, other=0.0).to(tl.float32) * LOG2E,)
         part = fields[field] * scale[:, None]
         if columns_ptr is not None and is_scaled(KIND):
@@ -98,7 +98,7 @@ def _packed_selective_update_kernel(
             part *= inverse_columns(columns_ptr, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
         rounded += (part,)
     if count == WINDOW - 1:
-        key = rounding_key(seed, position, position * 0)
+        key = rounding_key(seed, position, tile * 0)
         words, scale = encode(rounded, p, w, key, KIND, WORDS, STOCHASTIC, INTERPRET)
         word_in = p_in[:, None] & inside(w, WORDS, BLOCK_W)[None, :]
         tl.store(codes_ptr + (p * WORDS)[:, None] + w[None, :], words, mask=word_in)
@@ -108,9 +108,9 @@ def _packed_selective_update_kernel(
     tl.store(past_x_ptr + count * DIM + p, x_now.to(past_x_ptr.dtype.element_ty), mask=p_in)
     tl.store(past_dt_ptr + count * DIM + p, dt, mask=p_in)
     if tile == 0:
-        n = tl.arange(0, BLOCK_N)
-        B_now = tl.load(B_ptr + n, mask=n < D_STATE, other=0.0)
-        tl.store(past_B_ptr + count * D_STATE + n, B_now.to(past_B_ptr.dtype.element_ty), mask=n < D_STATE)
+        column = tl.arange(0, BLOCK_N)
+        B_now = tl.load(B_ptr + column, mask=column < D_STATE, other=0.0).to(past_B_ptr.dtype.element_ty)
+        tl.store(past_B_ptr + count * D_STATE + column, B_now, mask=column < D_STATE)
     y = tl.sum(products, axis=1)
     if D_ptr is not None:
         y += tl.load(D_ptr + p, mask=p_in, other=0.0).to(tl.float32) * x
