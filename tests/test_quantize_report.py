@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from mamba_cli.load import random_model
 from mamba_cli.perplexity.evaluate import Scores
 from mamba_cli.perplexity.plan import Plan, make_plan
 from mamba_cli.quantize.calibrate import BLOCK, COLUMN_RANGE, built_in_text, calibrate
@@ -154,6 +155,17 @@ def test_state_bytes_are_those_of_the_storages_and_each_counts_once():
     }
     assert state_bytes(lm, 3) == sum(exact.values()) // 3
     assert state_bytes(lm, 1) == lm.init_state(1).nbytes
+
+
+@pytest.mark.gpu
+def test_state_bytes_on_a_gpu_are_what_its_allocator_counts():
+    lm = random_model(BASE, device="cuda").with_state("int8")
+    state = lm.init_state(64)
+    tensors = sum(1 for layer in state.layers for _ in layer.tensors())
+    asked = state.nbytes
+    del state
+    # Each tensor begins on a multiple of 512 bytes.
+    assert asked <= 64 * state_bytes(lm, 64) <= asked + 512 * tensors + 64
 
 
 def test_the_cost_of_a_format_is_measured():

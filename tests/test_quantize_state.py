@@ -143,6 +143,18 @@ def test_what_is_written_is_what_every_command_then_uses(run, tmp_path, model, c
     assert line in capfd.readouterr().out
 
 
+@pytest.mark.gpu
+def test_a_gpu_measures_the_losses_that_the_cpu_does(run):
+    found = {}
+    for device in ("cpu", "cuda"):
+        status, out, err = run("--json", "--device", device)
+        assert status == 0, err
+        found[device] = strict(out)
+    assert found["cuda"]["state_quantization"] == found["cpu"]["state_quantization"]
+    for here, there in zip(found["cpu"]["formats"][1:], found["cuda"]["formats"][1:], strict=True):
+        assert there["loss"]["nll_change"] == pytest.approx(here["loss"]["nll_change"], rel=0.2)
+
+
 @pytest.mark.parametrize("config", [hybrid(), MAMBA1], ids=["hybrid", "mamba1"])
 def test_hybrids_and_mamba1_are_reported_and_written_too(run, tmp_path, config):
     source = save_model(tmp_path / "model", config)
