@@ -8,13 +8,10 @@ from mamba_cli.perplexity.evaluate import Progress
 from mamba_cli.perplexity.plan import Plan
 from mamba_cli.quantize.report import Loss, measure_losses
 from mamba_cli.state_format import StateFormat
+from mamba_cli.state_recipe import ONE_SHOT
 
-# The next wider dtype, as far as 16 bits: a state in fp32 is the one that it is compared with. And the share
-# of a layer's divergence that is left there, as it goes with the square of the rounding error: int8 rounds 16
-# times as finely as int4, fp16 (10 bits and a scale) 8, 128 and 8 times as finely as int8, fp8 and bf16. That
-# only orders the layers; what is reached is measured.
+# The next wider dtype, as far as 16 bits: a state in fp32 is the one that it is compared with.
 WIDER = {"int4": "int8", "int8": "fp16", "fp8": "fp16", "bf16": "fp16"}
-LEFT = {"int4": 1 / 256, "int8": 1 / 64, "fp8": 1 / 16384, "bf16": 1 / 64}
 # Layers that are scored side by side, each in a model of its own that shares the weights.
 LAYERS_AT_ONCE = 8
 # A round of widening takes one layer in so many, the most sensitive first.
@@ -89,7 +86,7 @@ def reach(
         if loss.change <= target or not narrow:
             return Widened(format, loss, tuple(widened), loss.change <= target)
         for index in narrow[: max(1, len(left) // WIDENED_SHARE)]:
-            left[index] *= max(LEFT[dtype] for dtype in format.layers[index].heads if dtype in LEFT)
+            left[index] *= max(map(_left, format.layers[index].heads))
             format = widen(format, index)
             widened.append(index)
 
@@ -107,6 +104,14 @@ def widen(format: StateFormat, layer: int) -> StateFormat:
 def can_widen(format: StateFormat, layer: int) -> bool:
     """Whether a head of the layer has a next wider dtype."""
     return any(dtype in WIDER for dtype in format.layers[layer].heads)
+
+
+def _left(dtype: str) -> float:
+    """Return the share of a divergence that widening leaves, as it goes with the square of the rounding error.
+
+    That only orders the layers; what is reached is measured.
+    """
+    return (ONE_SHOT[WIDER[dtype]] / ONE_SHOT[dtype]) ** 2 if dtype in WIDER else 0.0
 
 
 def _with_heads(format: StateFormat, change: Callable[[int, str], str]) -> StateFormat:
