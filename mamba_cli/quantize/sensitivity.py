@@ -107,7 +107,7 @@ def can_widen(format: StateFormat, layer: int) -> bool:
 
 
 def _left(dtype: str) -> float:
-    """Return the share of a divergence that widening leaves, as it goes with the square of the rounding error.
+    """Return the share of a divergence that widening leaves: it goes with the square of the rounding error.
 
     That only orders the layers; what is reached is measured.
     """
