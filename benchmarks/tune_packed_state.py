@@ -45,8 +45,8 @@ FORMATS = [
 # Rows of a tile that is read and of one that is folded, warps, registers of a thread (0: no limit): what to
 # try on int8 and int4, window 8.
 TILES = [
-    (64, 16, 1, 128), (64, 8, 1, 0), (64, 8, 1, 96), (32, 16, 1, 128), (32, 8, 1, 0), (64, 16, 2, 0),
-    (64, 32, 2, 0), (32, 16, 2, 0),
+    (64, 16, 4, 0), (64, 16, 2, 0), (64, 8, 2, 0), (64, 8, 4, 0), (64, 32, 4, 0), (32, 16, 2, 0),
+    (32, 16, 4, 0), (64, 16, 1, 128),
 ]  # fmt: skip
 
 
@@ -91,10 +91,7 @@ class Run:
             )
             packed = empty_packed_state(format, batch, h, p, n, 1, DTYPE, DEVICE)
             if layer == 0:
-                with use_backend("torch"):
-                    for begin in range(0, batch, 16):  # the reference makes several copies in float32
-                        part = packed.map(lambda tensor, begin=begin: tensor[begin : begin + 16])
-                        part.pack_(state[begin : begin + 16], 1000)
+                packed.pack_(state, 1000)
             else:
                 for tensor, first in zip(packed.tensors(), self.layers[0].tensors(), strict=True):
                     tensor.copy_(first)
@@ -215,30 +212,34 @@ def main() -> None:
     for job, problem in zip(jobs, problems, strict=True):
         if problem:
             found.append({"format": name(job[1]), "window": job[2], "config": job[3], "problem": problem})
+            report(found[-1])
     print(f"compiled and compared {len(jobs)} kernels in {time.perf_counter() - begin:.0f} s", flush=True)
     good = [job for job, problem in zip(jobs, problems, strict=True) if not problem]
 
     for batch in batches:
-        for dtypes, window, config in [(None, 1, None), *[job[1:] for job in good]]:
-            if config is not None and batch != batches[0]:
-                continue  # choose on one batch
+        for dtypes, window in [(None, 1), *formats]:
             run = Run(shape, dtypes, window, batch, layers=1 if options.smoke else 4)
-            us = microseconds(run, config)
-            found.append(
-                {"format": name(dtypes), "window": window, "batch": batch, "us": us, "config": config,
-                 "GB/s": run.nbytes(window) / us / 1e3}
-            )  # fmt: skip
+            tried = [job[3] for job in good if job[1:3] == (dtypes, window) and batch == batches[0]]
+            for config in tried or [None]:
+                us = microseconds(run, config)
+                found.append(
+                    {"format": name(dtypes), "window": window, "batch": batch, "us": us, "config": config,
+                     "GB/s": run.nbytes(window) / us / 1e3}
+                )  # fmt: skip
+                report(found[-1])
             del run
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "tune_packed_state.json").write_text(json.dumps(found, indent=1))
-    for row in found:
-        at = f"{row['format']:>12} window {row['window']:>2}"
-        tile = "" if row["config"] is None else " ".join(str(value) for value in row["config"].values())
-        if "problem" in row:
-            print(f"{at} {tile}: {row['problem']}")
-        else:
-            print(f"{at} batch {row['batch']:>3} {row['us']:7.1f} us {row['GB/s']:6.0f} GB/s  {tile}")
     print(f"{time.perf_counter() - begin:.0f} s")
+
+
+def report(row: dict[str, Any]) -> None:
+    at = f"{row['format']:>12} window {row['window']:>2}"
+    tile = "" if row["config"] is None else " ".join(str(value) for value in row["config"].values())
+    if "problem" in row:
+        print(f"{at} {tile}: {row['problem']}", flush=True)
+    else:
+        print(f"{at} batch {row['batch']:>3} {row['us']:7.1f} us {row['GB/s']:6.0f} GB/s  {tile}", flush=True)
 
 
 def name(dtypes: tuple[str, ...] | None) -> str:

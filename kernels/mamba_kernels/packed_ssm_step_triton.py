@@ -8,6 +8,7 @@ import triton.language as tl
 
 from mamba_kernels.backend import interpreting
 from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wait_for_previous
+from mamba_kernels.packed_integers_triton import integer_dot, load_bytes
 from mamba_kernels.packed_state import LayerFormat, PackedState, head_table
 from mamba_kernels.packed_window_triton import (
     inverse_columns,
@@ -18,7 +19,6 @@ from mamba_kernels.packed_window_triton import (
 )
 from mamba_kernels.state_codes import FORMATS, first_key
 from mamba_kernels.state_codes_triton import (
-    INT4,
     decode,
     decoded_unit,
     encode,
@@ -30,11 +30,11 @@ from mamba_kernels.state_codes_triton import (
 from mamba_kernels.triton_math import silu, softplus
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "folds"])
 def _packed_ssm_step_kernel(
     zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
     heads_ptr, slots_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
-    seed, dt_min, dt_max, stride_in, stride_codes, stride_scales, stride_x, stride_B, stride_dt,
+    folds, seed, dt_min, dt_max, stride_in, stride_codes, stride_scales, stride_x, stride_B, stride_dt,
     stride_D_head, stride_scaled, stride_squares,
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     WINDOW: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr, D_P: tl.constexpr,
@@ -42,28 +42,49 @@ def _packed_ssm_step_kernel(
     BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr,
     PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Program pid = (batch * NHEADS + head) * TILES + tile advances rows p of one head.
+    """Programs pid < folds fold FOLD_P rows of a head whose turn it is, the others read BLOCK_P of another.
 
-    p: BLOCK_P rows of HEADDIM. stride_codes: in units of 16 bytes. heads_ptr: (NHEADS, 2) int32, the index
-    of a head's format in STATE_DTYPES, and where its codes begin, in the same units. KINDS: bit i is set
-    where the layer has heads of format i.
+    A fold takes several times as long as a reading: so it has fewer rows, and comes first.
+    pid = (batch * FOLDING + i) * FOLD_TILES + tile: the i-th head of that slot whose turn it is.
+    pid - folds = (batch * NHEADS + head) * TILES + tile: there is nothing to do where the head folds.
+    stride_codes: in units of 16 bytes. heads_ptr: (NHEADS, 2) int32, the index of a head's format in
+    STATE_DTYPES, and where its codes begin, in the same units. KINDS: bit i is set where the layer has heads
+    of format i.
     """
     TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
+    FOLD_TILES: tl.constexpr = (HEADDIM + FOLD_P - 1) // FOLD_P
+    FOLDING: tl.constexpr = (NHEADS + WINDOW - 1) // WINDOW
     start_next(PDL)
     pid = tl.program_id(0)
-    tile = pid % TILES
-    head = pid // TILES % NHEADS
-    batch = (pid // (TILES * NHEADS)).to(tl.int64)
+    folding = pid < folds
+    if folding:
+        tile = pid % FOLD_TILES
+        head = pid // FOLD_TILES % FOLDING
+        batch = (pid // (FOLD_TILES * FOLDING)).to(tl.int64)
+    else:
+        pid -= folds
+        tile = pid % TILES
+        head = pid // TILES % NHEADS
+        batch = (pid // (TILES * NHEADS)).to(tl.int64)
     slot = batch
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + batch).to(tl.int64)
         if slot < 0:  # a padding row: no state of its own
-            wait_for_previous(PDL)
-            p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
-            zero = tl.zeros((BLOCK_P,), scaled_ptr.dtype.element_ty)
-            tl.store(scaled_ptr + batch * stride_scaled + head * HEADDIM + p, zero, mask=p < HEADDIM)
-            if NORM != "none":
-                tl.store(squares_ptr + batch * stride_squares + head * TILES + tile, 0.0)
+            if WINDOW == 1 or not folding:
+                ROWS: tl.constexpr = FOLD_P if WINDOW == 1 else BLOCK_P
+                wait_for_previous(PDL)
+                p = tile * ROWS + tl.arange(0, ROWS)
+                zero = tl.zeros((ROWS,), scaled_ptr.dtype.element_ty)
+                tl.store(scaled_ptr + batch * stride_scaled + head * HEADDIM + p, zero, mask=p < HEADDIM)
+                if NORM != "none":
+                    parts = squares_ptr + batch * stride_squares + head * FOLD_TILES
+                    _store_parts(parts, tile, tl.zeros((1,), tl.float32), ROWS // FOLD_P, FOLD_TILES)
+            return
+    if folding:
+        # Head h folds where (position + h) % WINDOW == WINDOW - 1.
+        position = tl.load(position_ptr + slot)
+        head = (WINDOW - 1) - position % WINDOW + head * WINDOW
+        if head >= NHEADS:
             return
     codes_ptr = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * stride_codes * 4
     kind = 0
@@ -77,29 +98,40 @@ def _packed_ssm_step_kernel(
             begin = head * ((HEADDIM * WORDS + 3) // 4)
         if (KINDS >> KIND) & 1 != 0:
             if KINDS == 1 << KIND or kind == KIND:
-                _advance_rows(
-                    zxbcdt_ptr, codes_ptr + begin.to(tl.int64) * 4, scales_ptr, past_x_ptr, past_B_ptr,
-                    past_dt_ptr, position_ptr, columns_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr,
-                    scaled_ptr, squares_ptr, seed, dt_min, dt_max, stride_in, stride_scales, stride_x,
-                    stride_B, stride_dt, stride_D_head, stride_scaled, stride_squares, tile, head, batch,
-                    slot, KIND, NHEADS, HEADDIM, D_STATE, HEADS_PER_GROUP, WINDOW, STOCHASTIC, D_P, GATE,
-                    NORM, TILES, BLOCK_P, FOLD_P, BLOCK_N, BLOCK_AGE, PDL, INTERPRET,
-                )  # fmt: skip
+                if folding:
+                    _fold_rows(
+                        zxbcdt_ptr, codes_ptr + begin.to(tl.int64) * 4, scales_ptr, past_x_ptr, past_B_ptr,
+                        past_dt_ptr, position_ptr, columns_ptr, dt_bias_ptr, A_log_ptr, D_ptr,
+                        norm_weight_ptr, scaled_ptr, squares_ptr, seed, dt_min, dt_max, stride_in,
+                        stride_scales, stride_x, stride_B, stride_dt, stride_D_head, stride_scaled,
+                        stride_squares, tile, head, batch, slot, KIND, NHEADS, HEADDIM, D_STATE,
+                        HEADS_PER_GROUP, WINDOW, STOCHASTIC, D_P, GATE, NORM, FOLD_TILES, FOLD_P, BLOCK_N,
+                        BLOCK_AGE, PDL, INTERPRET,
+                    )  # fmt: skip
+                elif WINDOW > 1:
+                    _read_rows(
+                        zxbcdt_ptr, codes_ptr + begin.to(tl.int64) * 4, scales_ptr, past_x_ptr, past_B_ptr,
+                        past_dt_ptr, position_ptr, columns_ptr, dt_bias_ptr, A_log_ptr, D_ptr,
+                        norm_weight_ptr, scaled_ptr, squares_ptr, dt_min, dt_max, stride_in,
+                        stride_scales, stride_x, stride_B, stride_dt, stride_D_head, stride_scaled,
+                        stride_squares, tile, head, batch, slot, KIND, NHEADS, HEADDIM, D_STATE,
+                        HEADS_PER_GROUP, WINDOW, D_P, GATE, NORM, FOLD_TILES, BLOCK_P, FOLD_P, BLOCK_N,
+                        BLOCK_AGE, PDL, INTERPRET,
+                    )  # fmt: skip
 
 
 @triton.jit
-def _advance_rows(
+def _read_rows(
     zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
     dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
-    seed, dt_min, dt_max, stride_in, stride_scales, stride_x, stride_B, stride_dt, stride_D_head,
+    dt_min, dt_max, stride_in, stride_scales, stride_x, stride_B, stride_dt, stride_D_head,
     stride_scaled, stride_squares, tile, head, batch, slot,
     KIND: tl.constexpr, NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr,
-    HEADS_PER_GROUP: tl.constexpr, WINDOW: tl.constexpr, STOCHASTIC: tl.constexpr, D_P: tl.constexpr,
-    GATE: tl.constexpr, NORM: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr,
-    FOLD_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, WINDOW: tl.constexpr, D_P: tl.constexpr, GATE: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """A program whose head is of format KIND, its codes at codes_ptr."""
+    """Rows of a head of format KIND that does not fold now: its codes, at codes_ptr, are only read."""
     FIELDS: tl.constexpr = per_word(KIND)
     WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
     BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
@@ -112,104 +144,148 @@ def _advance_rows(
     n_in = inside(n, D_STATE, BLOCK_N)
     p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
     p_in = inside(p, HEADDIM, BLOCK_P)
-    if WINDOW > 1:
-        # Most heads need no more of their state than this. A head that folds finds it in the caches.
-        if INTEGER:
-            codes = _load_bytes(codes_ptr, p, p_in, WORDS, BLOCK_W)
-        else:
-            codes = load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
-        tl.debug_barrier()  # else the compiler puts these loads behind those that have to wait for others
+    # Before it is known whether the head folds: then a fold finds them in the cache.
+    if INTEGER:
+        codes = load_bytes(codes_ptr, p, p_in, WORDS, BLOCK_W)
+    else:
+        codes = load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
+    tl.debug_barrier()  # else the compiler puts these loads behind those that have to wait for others
     position = tl.load(position_ptr + slot)
     A = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    D = tl.load(D_ptr + head * stride_D_head + p * D_P, mask=p_in, other=0.0).to(tl.float32)
+    scale = load_scale(scales_ptr + slot * stride_scales + head * HEADDIM, p, p_in, KIND)
+    norm_weight = D
+    if NORM != "none":
+        norm_weight = tl.load(norm_weight_ptr + head * HEADDIM + p, mask=p_in, other=0.0)
+    count = (position + head) % WINDOW
+    if count == WINDOW - 1:
+        return
+    past_x_ptr += slot * stride_x + head * HEADDIM
+    past_B_ptr += slot * stride_B + group * D_STATE
+    past_dt_ptr += slot * stride_dt + head
+    age = tl.arange(0, BLOCK_AGE)
+    ring = (position + (2 * WINDOW - 1) - age) % WINDOW
+    newer = (position + 2 * WINDOW - age) % WINDOW
+    past = age < count
+    past_dt = tl.load(past_dt_ptr + ring * NHEADS, mask=past, other=0.0)
+    newer_dt = tl.load(past_dt_ptr + newer * NHEADS, mask=past & (age > 0), other=0.0)
+    past_x_ptrs = past_x_ptr + (ring * D_SSM)[:, None] + p[None, :]
+    past_x = tl.load(past_x_ptrs, mask=past[:, None] & p_in[None, :], other=0.0)
+    past_B_ptrs = past_B_ptr + (ring * BC)[:, None] + n[None, :]
+    past_B = tl.load(past_B_ptrs, mask=past[:, None] & n_in[None, :], other=0.0)
+
+    wait_for_previous(PDL)
+    row = zxbcdt_ptr + batch * stride_in
+    z_ptr = row + head * HEADDIM
+    B_ptr = row + 2 * D_SSM + group * D_STATE
+    C_ptr = B_ptr + BC
+    dt = _time_step(row + 2 * D_SSM + 2 * BC + head, dt_bias, dt_min, dt_max)
+    x_now = tl.load(z_ptr + D_SSM + p, mask=p_in, other=0.0)
+    B_now = tl.load(B_ptr + n, mask=n_in, other=0.0)
+    C = tl.load(C_ptr + n, mask=n_in, other=0.0).to(tl.float32)
+    columns = columns_ptr
+    if columns_ptr is not None:
+        columns = columns_ptr + head * D_STATE
+    if INTEGER:
+        y = integer_dot(codes, C_ptr, columns, KIND, WORDS, D_STATE, BLOCK_W, INTERPRET)
+    else:
+        fields = decode(codes, KIND)
+        products = tl.zeros((BLOCK_P, BLOCK_W), tl.float32)
+        for field in tl.static_range(FIELDS):
+            C_part = load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
+            if columns_ptr is not None and is_scaled(KIND):
+                C_part *= load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
+            products += fields[field] * C_part[None, :]
+        y = tl.sum(products, axis=1) * decoded_unit(KIND)
+    y *= scale * tl.exp(A * (dt + tl.sum(past_dt, axis=0)))
+    weight = past_dt * tl.exp(A * (dt + tl.cumsum(newer_dt, axis=0)))
+    weight *= tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)
+    y += tl.sum(past_x.to(tl.float32) * weight[:, None], axis=0)
+    y += (D + dt * tl.sum(B_now.to(tl.float32) * C, axis=0)) * x_now.to(tl.float32)
+    scaled_ptr += batch * stride_scaled + head * HEADDIM
+    square = _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
+    if NORM != "none":
+        parts = squares_ptr + batch * stride_squares + head * PARTS
+        _store_parts(parts, tile, square, BLOCK_P // FOLD_P, PARTS)
+    # This token's place in the window is one that no head still reads.
+    at = position % WINDOW
+    tl.store(past_x_ptr + at * D_SSM + p, x_now, mask=p_in)
+    if tile == 0:
+        tl.store(past_dt_ptr + at * NHEADS, dt)
+        if head % HEADS_PER_GROUP == 0:
+            tl.store(past_B_ptr + at * BC + n, B_now, mask=n_in)
+
+
+@triton.jit
+def _fold_rows(
+    zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
+    dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
+    seed, dt_min, dt_max, stride_in, stride_scales, stride_x, stride_B, stride_dt, stride_D_head,
+    stride_scaled, stride_squares, tile, head, batch, slot,
+    KIND: tl.constexpr, NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, WINDOW: tl.constexpr, STOCHASTIC: tl.constexpr, D_P: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, FOLD_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Rows of a head of format KIND that folds now: its codes, at codes_ptr, move on to this token."""
+    FIELDS: tl.constexpr = per_word(KIND)
+    BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
+    D_SSM: tl.constexpr = NHEADS * HEADDIM
+    BC: tl.constexpr = NHEADS // HEADS_PER_GROUP * D_STATE
+    group = head // HEADS_PER_GROUP
+    w = tl.arange(0, BLOCK_W)
+    p = tile * FOLD_P + tl.arange(0, FOLD_P)
+    p_in = inside(p, HEADDIM, FOLD_P)
+    position = tl.load(position_ptr + slot)
+    A = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    D = tl.load(D_ptr + head * stride_D_head + p * D_P, mask=p_in, other=0.0).to(tl.float32)
+    norm_weight = D
+    if NORM != "none":
+        norm_weight = tl.load(norm_weight_ptr + head * HEADDIM + p, mask=p_in, other=0.0)
     scales_ptr += slot * stride_scales + head * HEADDIM
     past_x_ptr += slot * stride_x + head * HEADDIM
     past_B_ptr += slot * stride_B + group * D_STATE
     past_dt_ptr += slot * stride_dt + head
-    D_ptr += head * stride_D_head
-    row = zxbcdt_ptr + batch * stride_in
-    B_ptr = row + 2 * D_SSM + group * D_STATE
-    C_ptr = B_ptr + BC
-    dt_ptr = row + 2 * D_SSM + 2 * BC + head
-    z_ptr = row + head * HEADDIM
-    x_ptr = z_ptr + D_SSM
-    if NORM != "none":
-        norm_weight_ptr += head * HEADDIM
-    scaled_ptr += batch * stride_scaled + head * HEADDIM
     columns = columns_ptr
     if columns_ptr is not None:
         columns = columns_ptr + head * D_STATE
-    count = (position + head) % WINDOW
-    this_x_ptr = past_x_ptr + position % WINDOW * D_SSM
 
-    if WINDOW == 1 or count == WINDOW - 1:
-        wait_for_previous(PDL)
-        dt = _time_step(dt_ptr, dt_bias, dt_min, dt_max)
-        key = rounding_key(seed, position, head)
-        square = tl.zeros((1,), tl.float32)
-        for begin in range(tile * BLOCK_P, tile * BLOCK_P + BLOCK_P, FOLD_P):
-            rows = begin + tl.arange(0, FOLD_P)
-            rows_in = inside(rows, HEADDIM, FOLD_P)
-            x = tl.load(x_ptr + rows, mask=rows_in, other=0.0)
-            tl.store(this_x_ptr + rows, x, mask=rows_in)
-            y = _fold(
-                codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, B_ptr, C_ptr,
-                x.to(tl.float32), dt, A, position, count, key, rows, rows_in, w, KIND, NHEADS, D_STATE, D_SSM,
-                BC, WINDOW, STOCHASTIC, FOLD_P, BLOCK_W, BLOCK_AGE, INTERPRET,
-            )  # fmt: skip
-            y += tl.load(D_ptr + rows * D_P, mask=rows_in, other=0.0).to(tl.float32) * x.to(tl.float32)
-            weight = y
-            if NORM != "none":
-                weight = tl.load(norm_weight_ptr + rows, mask=rows_in, other=0.0)
-            square += _finish(y, z_ptr, weight, scaled_ptr, rows, rows_in, GATE, NORM)
-    else:
-        age = tl.arange(0, BLOCK_AGE)
-        ring = (position + (2 * WINDOW - 1) - age) % WINDOW
-        newer = (position + 2 * WINDOW - age) % WINDOW
-        past = age < count
-        past_dt = tl.load(past_dt_ptr + ring * NHEADS, mask=past, other=0.0)
-        newer_dt = tl.load(past_dt_ptr + newer * NHEADS, mask=past & (age > 0), other=0.0)
-        past_x_ptrs = past_x_ptr + (ring * D_SSM)[:, None] + p[None, :]
-        past_x = tl.load(past_x_ptrs, mask=past[:, None] & p_in[None, :], other=0.0)
-        past_B_ptrs = past_B_ptr + (ring * BC)[:, None] + n[None, :]
-        past_B = tl.load(past_B_ptrs, mask=past[:, None] & n_in[None, :], other=0.0)
-        scale = load_scale(scales_ptr, p, p_in, KIND)
-        D = tl.load(D_ptr + p * D_P, mask=p_in, other=0.0).to(tl.float32)
-        norm_weight = D
-        if NORM != "none":
-            norm_weight = tl.load(norm_weight_ptr + p, mask=p_in, other=0.0)
-        wait_for_previous(PDL)
-        dt = _time_step(dt_ptr, dt_bias, dt_min, dt_max)
-        x_now = tl.load(x_ptr + p, mask=p_in, other=0.0)
-        C = tl.load(C_ptr + n, mask=n_in, other=0.0).to(tl.float32)
-        B = tl.load(B_ptr + n, mask=n_in, other=0.0).to(tl.float32)
-        tl.store(this_x_ptr + p, x_now, mask=p_in)
-        if INTEGER:
-            y = _integer_dot(codes, C_ptr, columns, KIND, WORDS, D_STATE, BLOCK_W, INTERPRET)
-        else:
-            fields = decode(codes, KIND)
-            products = tl.zeros((BLOCK_P, BLOCK_W), tl.float32)
-            for field in tl.static_range(FIELDS):
-                C_part = load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
-                if columns_ptr is not None and is_scaled(KIND):
-                    C_part *= load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
-                products += fields[field] * C_part[None, :]
-            y = tl.sum(products, axis=1) * decoded_unit(KIND)
-        y *= scale * tl.exp(A * (dt + tl.sum(past_dt, axis=0)))
-        weight = past_dt * tl.exp(A * (dt + tl.cumsum(newer_dt, axis=0)))
-        weight *= tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)
-        y += tl.sum(past_x.to(tl.float32) * weight[:, None], axis=0)
-        y += (D + dt * tl.sum(B * C, axis=0)) * x_now.to(tl.float32)
-        square = _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
-
+    wait_for_previous(PDL)
+    row = zxbcdt_ptr + batch * stride_in
+    z_ptr = row + head * HEADDIM
+    B_ptr = row + 2 * D_SSM + group * D_STATE
+    dt = _time_step(row + 2 * D_SSM + 2 * BC + head, dt_bias, dt_min, dt_max)
+    x_now = tl.load(z_ptr + D_SSM + p, mask=p_in, other=0.0)
+    x = x_now.to(tl.float32)
+    y = D * x
+    key = rounding_key(seed, position, head)
+    y += _fold(
+        codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, B_ptr, B_ptr + BC, x, dt, A,
+        position, (position + head) % WINDOW, key, p, p_in, w, KIND, NHEADS, D_STATE, D_SSM, BC,
+        WINDOW, STOCHASTIC, FOLD_P, BLOCK_W, BLOCK_AGE, INTERPRET,
+    )  # fmt: skip
+    scaled_ptr += batch * stride_scaled + head * HEADDIM
+    square = _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
     if NORM != "none":
-        tl.store(squares_ptr + batch * stride_squares + head * TILES + tile + tl.arange(0, 1), square)
-    # This token's place in the window is one that no head still reads.
+        _store_parts(squares_ptr + batch * stride_squares + head * PARTS, tile, square, 1, PARTS)
+    at = position % WINDOW
+    tl.store(past_x_ptr + at * D_SSM + p, x_now, mask=p_in)
     if tile == 0:
-        tl.store(past_dt_ptr + position % WINDOW * NHEADS, dt)
+        tl.store(past_dt_ptr + at * NHEADS, dt)
         if head % HEADS_PER_GROUP == 0:
-            B_now = tl.load(B_ptr + n, mask=n_in, other=0.0)
-            tl.store(past_B_ptr + position % WINDOW * BC + n, B_now, mask=n_in)
+            n = tl.arange(0, BLOCK_N)
+            n_in = inside(n, D_STATE, BLOCK_N)
+            tl.store(past_B_ptr + at * BC + n, tl.load(B_ptr + n, mask=n_in, other=0.0), mask=n_in)
+
+
+@triton.jit
+def _store_parts(parts_ptr, tile, square, COUNT: tl.constexpr, PARTS: tl.constexpr):
+    """Store square (1,) as the first of a tile's COUNT parts, zero as the others; a head has PARTS."""
+    i = tl.arange(0, COUNT)
+    part = tile * COUNT + i
+    tl.store(parts_ptr + part, tl.where(i == 0, tl.broadcast_to(square, (COUNT,)), 0.0), mask=part < PARTS)
 
 
 @triton.jit
@@ -248,72 +324,6 @@ def _fold(
 
 
 @triton.jit
-def _integer_dot(
-    codes, C_ptr, columns, KIND: tl.constexpr, WORDS: tl.constexpr, D_STATE: tl.constexpr,
-    BLOCK_W: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Sum rows of int8 or int4 codes, bytes (P, 4 * BLOCK_W) in int8, times C (and the columns' factors).
-
-    C as an integer of 29 bits, in 4 parts of 7 and the sign, goes through the tensor cores beside the codes
-    as they are: a fifth of the instructions of converting each code, and exact.
-    """
-    byte = tl.arange(0, 4 * BLOCK_W)
-    part = tl.arange(0, 4)
-    # int4: field 2k is the lower half of byte k of a word, 2k + 1 the upper.
-    field = byte % 4 * (2 if KIND == INT4 else 1)
-    even = _load_at(C_ptr, columns, byte // 4, field, WORDS, D_STATE)
-    top = tl.max(tl.abs(even), axis=0)
-    if KIND == INT4:
-        odd = _load_at(C_ptr, columns, byte // 4, field + 1, WORDS, D_STATE)
-        top = tl.maximum(top, tl.max(tl.abs(odd), axis=0))
-    top = tl.maximum(top, 1e-30)
-    unit = 268435200.0 / top  # just below 2^28
-    shift = 7 * part[None, :]
-    if KIND == INT4:
-        lower, upper = _nibbles(codes, INTERPRET)
-        sums = tl.dot(lower, _parts(even * unit, part), out_dtype=tl.int32)
-        sums = tl.dot(upper, _parts(odd * unit, part), sums, out_dtype=tl.int32)
-        unit *= 16.0
-    else:
-        sums = tl.dot(codes, _parts(even * unit, part), out_dtype=tl.int32)
-    return tl.sum(sums.to(tl.float32) * (1 << shift).to(tl.float32), axis=1) / unit
-
-
-@triton.jit
-def _parts(C, part):
-    """C (K,), below 2^28, as int8 (K, 4): 7 bits each from the lowest up, the last with the sign."""
-    parts = C.to(tl.int32)[:, None] >> 7 * part[None, :]
-    return tl.where(part[None, :] < 3, parts & 127, parts).to(tl.int8)
-
-
-@triton.jit
-def _nibbles(codes, INTERPRET: tl.constexpr):
-    """16 times the signed numbers in the lower and the upper halves of bytes."""
-    if INTERPRET:
-        lower, upper = codes << 4, codes & -16
-    else:
-        lower, upper = tl.inline_asm_elementwise(
-            """{ .reg .b32 t;
-                 shl.b32 t, $2, 4;
-                 and.b32 $0, t, 0xF0F0F0F0;
-                 and.b32 $1, $2, 0xF0F0F0F0; }""",
-            "=r,=r,r", [codes], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
-    return lower, upper
-
-
-@triton.jit
-def _load_at(C_ptr, columns, w, field, WORDS: tl.constexpr, D_STATE: tl.constexpr):
-    """C, times the columns' factors, where fields of words w keep their state; zero past the end."""
-    at = field * WORDS + w
-    column_in = (w < WORDS) & (at < D_STATE)
-    C = tl.load(C_ptr + at, mask=column_in, other=0.0).to(tl.float32)
-    if columns is not None:
-        C *= tl.load(columns + at, mask=column_in, other=0.0)
-    return C
-
-
-@triton.jit
 def _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE: tl.constexpr, NORM: tl.constexpr):
     """Gate rows p and write them, times the norm's weight; return their sum of squares (1,)."""
     gated = y
@@ -332,30 +342,23 @@ def _time_step(dt_ptr, dt_bias, dt_min, dt_max):
     return tl.minimum(tl.maximum(softplus(tl.load(dt_ptr).to(tl.float32) + dt_bias), dt_min), dt_max)
 
 
-@triton.jit
-def _load_bytes(codes_ptr, p, p_in, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
-    byte = tl.arange(0, 4 * BLOCK_W)
-    byte_in = p_in[:, None] & inside(byte, 4 * WORDS, 4 * BLOCK_W)[None, :]
-    bytes_ptr = codes_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
-    return tl.load(bytes_ptr + (p * (4 * WORDS))[:, None] + byte[None, :], mask=byte_in, other=0)
-
-
 def config_for(batch: int, format: LayerFormat, headdim: int, d_state: int) -> dict[str, int]:
-    """Block sizes of one warp: 8192 numbers of integers, which stay packed, or 8 KB of another format.
+    """Block sizes: 8192 numbers of integers, which stay packed, or 16 KB of another format; 2048 in a fold.
 
-    A fold holds its numbers in float32 and takes 2048 at a time. A small batch is cut finer, as the time is
-    then that of one warp.
+    Four warps keep the registers of a thread few, so that an SM has many programs whose loads are under
+    way. A small batch is cut finer, as the time is then that of one program.
     """
     block_n = max(8, triton.next_power_of_2(d_state))
     bits = max(FORMATS[dtype].bits for dtype in format.heads)
-    numbers = 8192 if bits <= 8 and "fp8" not in format.heads else 65536 // max(bits, 16)
+    numbers = 8192 if bits <= 16 else 4096
+    warps = 4
     if batch * len(format.heads) * headdim * block_n < 1000 * numbers:
-        numbers = min(numbers, 2048)
+        numbers, warps = 2048, 1
 
     def rows(numbers: int) -> int:
         return min(max(4, numbers // block_n), triton.next_power_of_2(headdim))
 
-    return {"BLOCK_P": rows(numbers), "FOLD_P": rows(min(numbers, 2048)), "num_warps": 1}
+    return {"BLOCK_P": rows(numbers), "FOLD_P": rows(2048), "num_warps": warps}
 
 
 def launch_packed_ssm_step(
@@ -385,14 +388,16 @@ def launch_packed_ssm_step(
     )
     format = packed.format
     config = config or config_for(batch, format, headdim, d_state)
-    tiles = triton.cdiv(headdim, config["BLOCK_P"])
+    parts = triton.cdiv(headdim, config["FOLD_P"])
+    folds = batch * triton.cdiv(nheads, format.window) * parts
+    reads = batch * nheads * triton.cdiv(headdim, config["BLOCK_P"]) if format.window > 1 else 0
     norm = "none" if norm_weight is None else "norm_first" if norm_before_gate else "gate_first"
     with torch.cuda.device_of(zxbcdt):
-        _packed_ssm_step_kernel[(batch * nheads * tiles,)](
+        _packed_ssm_step_kernel[(folds + reads,)](
             zxbcdt, packed.codes, packed.scales, packed.x, packed.B, packed.dt, packed.position,
             packed.columns, head_table(format, headdim, d_state, zxbcdt.device), slots, dt_bias, A_log, D,
             norm_weight, scaled, squares,
-            first_key(format.seed), *dt_limit, zxbcdt.stride(0), packed.codes.stride(0) // 16,
+            folds, first_key(format.seed), *dt_limit, zxbcdt.stride(0), packed.codes.stride(0) // 16,
             packed.scales.stride(0), packed.x.stride(0), packed.B.stride(0), packed.dt.stride(0),
             D.stride(0), scaled.stride(0), 0 if squares is None else squares.stride(0),
             NHEADS=nheads, HEADDIM=headdim, D_STATE=d_state, HEADS_PER_GROUP=nheads // ngroups,
@@ -401,4 +406,4 @@ def launch_packed_ssm_step(
             BLOCK_N=max(8, triton.next_power_of_2(d_state)), BLOCK_AGE=triton.next_power_of_2(format.window),
             INTERPRET=interpreting(), **config, **early_start(pdl, zxbcdt),
         )  # fmt: skip
-    return nheads * tiles
+    return nheads * parts

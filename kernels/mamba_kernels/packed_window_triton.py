@@ -34,18 +34,38 @@ def stored_and_window(
             part *= load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
         state += (part,)
     since = dt
-    for back in range(0, count):
-        ring = (position + (WINDOW - 1) - back) % WINDOW
-        past_dt = tl.load(past_dt_ptr + ring * NHEADS)
-        past_x = tl.load(past_x_ptr + ring * D_SSM + p, mask=p_in, other=0.0).to(tl.float32)
-        past_x *= past_dt * tl.exp(A * since)
-        since += past_dt
-        moved = ()
-        for field in tl.static_range(FIELDS):
-            past_B = load_columns(past_B_ptr + ring * BC, w, field, WORDS, D_STATE, BLOCK_W)
-            moved += (state[field] + past_x[:, None] * past_B[None, :],)
-        state = moved
+    if WINDOW <= 16:
+        # Unrolled, the loads of all inputs are under way at once.
+        for back in tl.static_range(WINDOW - 1):
+            state, since = _add_input(
+                state, since, back, count > back, A, position, past_x_ptr, past_B_ptr, past_dt_ptr, p, p_in,
+                w, NHEADS, D_STATE, D_SSM, BC, WINDOW, FIELDS, WORDS, BLOCK_W,
+            )  # fmt: skip
+    else:
+        for back in range(0, count):
+            state, since = _add_input(
+                state, since, back, count > back, A, position, past_x_ptr, past_B_ptr, past_dt_ptr, p, p_in,
+                w, NHEADS, D_STATE, D_SSM, BC, WINDOW, FIELDS, WORDS, BLOCK_W,
+            )  # fmt: skip
     return state
+
+
+@triton.jit
+def _add_input(
+    state, since, back, live, A, position, past_x_ptr, past_B_ptr, past_dt_ptr, p, p_in, w,
+    NHEADS: tl.constexpr, D_STATE: tl.constexpr, D_SSM: tl.constexpr, BC: tl.constexpr,
+    WINDOW: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Add the input of `back` + 1 tokens ago, where it is `live`; `since`: the sum of dt after it."""
+    ring = (position + (WINDOW - 1) - back) % WINDOW
+    past_dt = tl.where(live, tl.load(past_dt_ptr + ring * NHEADS), 0.0)
+    past_x = tl.load(past_x_ptr + ring * D_SSM + p, mask=p_in, other=0.0).to(tl.float32)
+    past_x *= past_dt * tl.exp(A * since)
+    moved = ()
+    for field in tl.static_range(FIELDS):
+        past_B = load_columns(past_B_ptr + ring * BC, w, field, WORDS, D_STATE, BLOCK_W)
+        moved += (state[field] + past_x[:, None] * past_B[None, :],)
+    return moved, since + past_dt
 
 
 @triton.jit
