@@ -166,11 +166,12 @@ class CapturedDecoder:
         saved = self.state.clone()
         kept = [tensor.clone() for tensor in self.chooser.tensors()]
         self.chooser.turn.zero_()  # what is captured also runs, and random numbers may be about to end
-        step = step_function(self.lm.model, self.state)
-        pdl = getattr(step, "pdl", False)  # of a fused step, whose last kernel lets the next one start
+        # Kept, as its buffers are what the graph works in.
+        self._step = step_function(self.lm.model, self.state)
+        pdl = getattr(self._step, "pdl", False)  # of a fused step, whose last kernel lets the next one start
 
         def run() -> None:
-            self.chooser.choose(step(self.chooser.token_ids, self.state), pdl)
+            self.chooser.choose(self._step(self.chooser.token_ids, self.state), pdl)
 
         with use_backend(self.lm.backend):
             self.graph = capture(run, self.lm.device)

@@ -1,7 +1,9 @@
 """Work of a model captured in CUDA graphs: a decode step, or a block of a prompt, costs one replay."""
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -35,7 +37,7 @@ def capture(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGra
     `run` is called twice before and once while capturing: the calls before compile its kernels. Whoever
     captures work that changes a state restores it.
     """
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), _no_garbage_collection():
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -46,6 +48,18 @@ def capture(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGra
         with torch.cuda.graph(graph):
             run()
     return graph
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Hold back the collector: an old graph that it found while another is captured would break that one."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class StepGraph:
@@ -69,10 +83,11 @@ class StepGraph:
     def _capture(self) -> None:
         make_static(self.state)
         saved = self.state.clone()
-        step = step_function(self.model, self.state)
+        # Kept, as its buffers are what the graph works in.
+        self._step = step_function(self.model, self.state)
 
         def run() -> None:
-            self.logits = step(self.token_ids, self.state)
+            self.logits = self._step(self.token_ids, self.state)
 
         self.graph = capture(run, self.token_ids.device)
         self.state.copy_(saved)

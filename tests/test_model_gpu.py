@@ -3,6 +3,8 @@
 On a CPU a graph is stood in for by the work itself, so that what surrounds it is tested there too.
 """
 
+import gc
+import weakref
 from itertools import islice
 from types import SimpleNamespace
 
@@ -69,6 +71,23 @@ def test_steps_in_a_graph_are_the_prefill_of_the_cpu(config, device, graphs):
     for t in range(PROMPT, LENGTH):
         assert distance(step_by_graph(lm, ids[:, t], state).cpu(), expected[:, t]) < 1e-4
     assert_states_agree(on_cpu(state), cpu.prefill(ids)[1], 1e-4)
+
+
+def test_a_graph_keeps_the_buffers_that_it_works_in(device, monkeypatch):
+    class Step:
+        def __call__(self, token_ids, state):
+            return torch.zeros(1)
+
+    made = Step()
+    alive = weakref.ref(made)
+    monkeypatch.setattr(step_graph, "step_function", lambda model, state: made)
+    monkeypatch.setattr(step_graph, "capture", lambda run, device: run())
+    lm = random_model(VARIANTS["plain"], device="cpu")
+    graph = StepGraph(lm.model, lm.init_state(1))
+    del made
+    monkeypatch.undo()
+    gc.collect()
+    assert graph.logits is not None and alive() is not None
 
 
 def test_a_graph_serves_a_text_longer_than_its_cache(device, graphs, monkeypatch):
