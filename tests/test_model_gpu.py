@@ -78,14 +78,12 @@ def test_a_graph_keeps_the_buffers_that_it_works_in(device, monkeypatch):
         def __call__(self, token_ids, state):
             return torch.zeros(1)
 
-    made = Step()
-    alive = weakref.ref(made)
-    monkeypatch.setattr(step_graph, "step_function", lambda model, state: made)
+    made = [Step()]
+    alive = weakref.ref(made[0])
+    monkeypatch.setattr(step_graph, "step_function", lambda model, state: made.pop())
     monkeypatch.setattr(step_graph, "capture", lambda run, device: run())
     lm = random_model(VARIANTS["plain"], device="cpu")
     graph = StepGraph(lm.model, lm.init_state(1))
-    del made
-    monkeypatch.undo()
     gc.collect()
     assert graph.logits is not None and alive() is not None
 
