@@ -38,7 +38,7 @@ def integer_dot(
     unit = 268435200.0 / top  # just below 2^28
     shift = 7 * part[None, :]
     if KIND == INT4:
-        lower, upper = _nibbles(codes, INTERPRET)
+        lower, upper = nibbles(codes, INTERPRET)
         sums = tl.dot(lower, _parts(even * unit, part), out_dtype=tl.int32)
         sums = tl.dot(upper, _parts(odd * unit, part), sums, out_dtype=tl.int32)
         unit *= 16.0
@@ -55,7 +55,7 @@ def _parts(C, part):
 
 
 @triton.jit
-def _nibbles(codes, INTERPRET: tl.constexpr):
+def nibbles(codes, INTERPRET: tl.constexpr):
     """16 times the signed numbers in the lower and the upper halves of bytes."""
     if INTERPRET:
         lower, upper = codes << 4, codes & -16

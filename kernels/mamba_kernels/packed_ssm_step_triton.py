@@ -8,7 +8,17 @@ import triton.language as tl
 
 from mamba_kernels.backend import interpreting
 from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wait_for_previous
-from mamba_kernels.packed_integers_triton import integer_dot, load_bytes
+from mamba_kernels.packed_integers_triton import integer_dot, load_bytes, nibbles
+from mamba_kernels.packed_prepare_triton import (
+    Common,
+    chunk_as_operand,
+    empty_common,
+    launch_prepare,
+    load_chunk,
+    load_parts,
+    multiplied_as_loaded,
+    sum_parts,
+)
 from mamba_kernels.packed_state import LayerFormat, PackedState, head_table
 from mamba_kernels.packed_window_triton import (
     inverse_columns,
@@ -19,6 +29,8 @@ from mamba_kernels.packed_window_triton import (
 )
 from mamba_kernels.state_codes import FORMATS, first_key
 from mamba_kernels.state_codes_triton import (
+    INT4,
+    INT8,
     decode,
     decoded_unit,
     encode,
@@ -34,11 +46,12 @@ from mamba_kernels.triton_math import silu, softplus
 def _packed_ssm_step_kernel(
     zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
     heads_ptr, slots_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
-    folds, seed, dt_min, dt_max, stride_in, stride_codes, stride_scales, stride_x, stride_B, stride_dt,
+    weights_ptr, parts_ptr, unit_ptr, folds, seed, dt_min, dt_max, stride_in, stride_codes, stride_scales,
+    stride_x, stride_B, stride_dt,
     stride_D_head, stride_scaled, stride_squares,
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
-    WINDOW: tl.constexpr, KINDS: tl.constexpr, STOCHASTIC: tl.constexpr, D_P: tl.constexpr,
-    GATE: tl.constexpr, NORM: tl.constexpr,
+    WINDOW: tl.constexpr, KINDS: tl.constexpr, AS_LOADED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    D_P: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
     BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr,
     PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -110,111 +123,112 @@ def _packed_ssm_step_kernel(
                     )  # fmt: skip
                 elif WINDOW > 1:
                     _read_rows(
-                        zxbcdt_ptr, codes_ptr + begin.to(tl.int64) * 4, scales_ptr, past_x_ptr, past_B_ptr,
-                        past_dt_ptr, position_ptr, columns_ptr, dt_bias_ptr, A_log_ptr, D_ptr,
-                        norm_weight_ptr, scaled_ptr, squares_ptr, dt_min, dt_max, stride_in,
-                        stride_scales, stride_x, stride_B, stride_dt, stride_D_head, stride_scaled,
+                        zxbcdt_ptr, codes_ptr + begin.to(tl.int64) * 4, scales_ptr, past_x_ptr, position_ptr,
+                        columns_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr, weights_ptr, parts_ptr,
+                        unit_ptr, stride_in, stride_scales, stride_x, stride_D_head, stride_scaled,
                         stride_squares, tile, head, batch, slot, KIND, NHEADS, HEADDIM, D_STATE,
-                        HEADS_PER_GROUP, WINDOW, D_P, GATE, NORM, FOLD_TILES, BLOCK_P, FOLD_P, BLOCK_N,
-                        BLOCK_AGE, PDL, INTERPRET,
+                        HEADS_PER_GROUP, WINDOW, (AS_LOADED >> KIND) & 1 != 0, D_P, GATE, NORM, FOLD_TILES,
+                        BLOCK_P, FOLD_P, BLOCK_N, BLOCK_AGE, PDL, INTERPRET,
                     )  # fmt: skip
 
 
 @triton.jit
 def _read_rows(
-    zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
-    dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
-    dt_min, dt_max, stride_in, stride_scales, stride_x, stride_B, stride_dt, stride_D_head,
-    stride_scaled, stride_squares, tile, head, batch, slot,
+    zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, position_ptr, columns_ptr, D_ptr, norm_weight_ptr,
+    scaled_ptr, squares_ptr, weights_ptr, parts_ptr, unit_ptr,
+    stride_in, stride_scales, stride_x, stride_D_head, stride_scaled, stride_squares,
+    tile, head, batch, slot,
     KIND: tl.constexpr, NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr,
-    HEADS_PER_GROUP: tl.constexpr, WINDOW: tl.constexpr, D_P: tl.constexpr, GATE: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, WINDOW: tl.constexpr, AS_LOADED: tl.constexpr, D_P: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    FOLD_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Rows of a head of format KIND that does not fold now: its codes, at codes_ptr, are only read."""
     FIELDS: tl.constexpr = per_word(KIND)
     WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
     BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
+    GROUPS: tl.constexpr = NHEADS // HEADS_PER_GROUP
     D_SSM: tl.constexpr = NHEADS * HEADDIM
-    BC: tl.constexpr = NHEADS // HEADS_PER_GROUP * D_STATE
     INTEGER: tl.constexpr = is_integer(KIND) and BLOCK_W >= 8  # the least that tl.dot takes
     group = head // HEADS_PER_GROUP
     w = tl.arange(0, BLOCK_W)
-    n = tl.arange(0, BLOCK_N)
-    n_in = inside(n, D_STATE, BLOCK_N)
     p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
     p_in = inside(p, HEADDIM, BLOCK_P)
     # Before it is known whether the head folds: then a fold finds them in the cache.
-    if INTEGER:
+    chunks = ()
+    if AS_LOADED:
+        for chunk in tl.static_range(WORDS // 16):
+            chunks += (load_chunk(codes_ptr, chunk, p, p_in, 4 * WORDS),)
+    elif INTEGER:
         codes = load_bytes(codes_ptr, p, p_in, WORDS, BLOCK_W)
     else:
         codes = load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
     tl.debug_barrier()  # else the compiler puts these loads behind those that have to wait for others
     position = tl.load(position_ptr + slot)
-    A = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
-    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     D = tl.load(D_ptr + head * stride_D_head + p * D_P, mask=p_in, other=0.0).to(tl.float32)
     scale = load_scale(scales_ptr + slot * stride_scales + head * HEADDIM, p, p_in, KIND)
     norm_weight = D
     if NORM != "none":
         norm_weight = tl.load(norm_weight_ptr + head * HEADDIM + p, mask=p_in, other=0.0)
-    count = (position + head) % WINDOW
-    if count == WINDOW - 1:
+    if (position + head) % WINDOW == WINDOW - 1:
         return
     past_x_ptr += slot * stride_x + head * HEADDIM
-    past_B_ptr += slot * stride_B + group * D_STATE
-    past_dt_ptr += slot * stride_dt + head
-    age = tl.arange(0, BLOCK_AGE)
-    ring = (position + (2 * WINDOW - 1) - age) % WINDOW
-    newer = (position + 2 * WINDOW - age) % WINDOW
-    past = age < count
-    past_dt = tl.load(past_dt_ptr + ring * NHEADS, mask=past, other=0.0)
-    newer_dt = tl.load(past_dt_ptr + newer * NHEADS, mask=past & (age > 0), other=0.0)
+    now = position % WINDOW
+    ring = tl.arange(0, BLOCK_AGE)
+    past = (ring < WINDOW) & (ring != now)
     past_x_ptrs = past_x_ptr + (ring * D_SSM)[:, None] + p[None, :]
     past_x = tl.load(past_x_ptrs, mask=past[:, None] & p_in[None, :], other=0.0)
-    past_B_ptrs = past_B_ptr + (ring * BC)[:, None] + n[None, :]
-    past_B = tl.load(past_B_ptrs, mask=past[:, None] & n_in[None, :], other=0.0)
+    weights_ptr += (slot * NHEADS + head) * (1 + WINDOW)
 
     wait_for_previous(PDL)
-    row = zxbcdt_ptr + batch * stride_in
-    z_ptr = row + head * HEADDIM
-    B_ptr = row + 2 * D_SSM + group * D_STATE
-    C_ptr = B_ptr + BC
-    dt = _time_step(row + 2 * D_SSM + 2 * BC + head, dt_bias, dt_min, dt_max)
+    z_ptr = zxbcdt_ptr + batch * stride_in + head * HEADDIM
     x_now = tl.load(z_ptr + D_SSM + p, mask=p_in, other=0.0)
-    B_now = tl.load(B_ptr + n, mask=n_in, other=0.0)
-    C = tl.load(C_ptr + n, mask=n_in, other=0.0).to(tl.float32)
-    columns = columns_ptr
-    if columns_ptr is not None:
-        columns = columns_ptr + head * D_STATE
-    if INTEGER:
-        y = integer_dot(codes, C_ptr, columns, KIND, WORDS, D_STATE, BLOCK_W, INTERPRET)
+    decay = tl.load(weights_ptr)
+    weight_now = tl.load(weights_ptr + 1 + now)
+    weight = tl.load(weights_ptr + 1 + ring, mask=past, other=0.0)
+    if AS_LOADED:
+        ROW: tl.constexpr = (D_STATE + 3) // 4 * 4
+        parts_ptr += (slot * GROUPS + group) * (3 * 8 * ROW)
+        sums = tl.zeros((BLOCK_P, 8), tl.int32)
+        for chunk in tl.static_range(WORDS // 16):
+            if KIND == INT8:
+                lower = chunks[chunk]
+            else:
+                lower, upper = nibbles(chunks[chunk], INTERPRET)
+                upper = chunk_as_operand(upper, BLOCK_P)
+                sums = tl.dot(upper, load_parts(parts_ptr + 16 * ROW, chunk, ROW), sums, out_dtype=tl.int32)
+            lower = chunk_as_operand(lower, BLOCK_P)
+            C_parts = load_parts(parts_ptr + (0 if KIND == INT8 else 8 * ROW), chunk, ROW)
+            sums = tl.dot(lower, C_parts, sums, out_dtype=tl.int32)
+        y = sum_parts(sums) * tl.load(unit_ptr + slot * GROUPS + group)
+        if KIND == INT4:
+            y *= 1 / 16
     else:
-        fields = decode(codes, KIND)
-        products = tl.zeros((BLOCK_P, BLOCK_W), tl.float32)
-        for field in tl.static_range(FIELDS):
-            C_part = load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
-            if columns_ptr is not None and is_scaled(KIND):
-                C_part *= load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
-            products += fields[field] * C_part[None, :]
-        y = tl.sum(products, axis=1) * decoded_unit(KIND)
-    y *= scale * tl.exp(A * (dt + tl.sum(past_dt, axis=0)))
-    weight = past_dt * tl.exp(A * (dt + tl.cumsum(newer_dt, axis=0)))
-    weight *= tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)
-    y += tl.sum(past_x.to(tl.float32) * weight[:, None], axis=0)
-    y += (D + dt * tl.sum(B_now.to(tl.float32) * C, axis=0)) * x_now.to(tl.float32)
+        C_ptr = zxbcdt_ptr + batch * stride_in + 2 * D_SSM + (GROUPS + group) * D_STATE
+        columns = columns_ptr
+        if columns_ptr is not None:
+            columns = columns_ptr + head * D_STATE
+        if INTEGER:
+            y = integer_dot(codes, C_ptr, columns, KIND, WORDS, D_STATE, BLOCK_W, INTERPRET)
+        else:
+            fields = decode(codes, KIND)
+            products = tl.zeros((BLOCK_P, BLOCK_W), tl.float32)
+            for field in tl.static_range(FIELDS):
+                C_part = load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)
+                if columns_ptr is not None and is_scaled(KIND):
+                    C_part *= load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)
+                products += fields[field] * C_part[None, :]
+            y = tl.sum(products, axis=1) * decoded_unit(KIND)
+    y *= scale * decay
+    y += tl.sum(past_x.to(tl.float32) * weight[:, None], axis=0) + (D + weight_now) * x_now.to(tl.float32)
     scaled_ptr += batch * stride_scaled + head * HEADDIM
     square = _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
     if NORM != "none":
         parts = squares_ptr + batch * stride_squares + head * PARTS
         _store_parts(parts, tile, square, BLOCK_P // FOLD_P, PARTS)
     # This token's place in the window is one that no head still reads.
-    at = position % WINDOW
-    tl.store(past_x_ptr + at * D_SSM + p, x_now, mask=p_in)
-    if tile == 0:
-        tl.store(past_dt_ptr + at * NHEADS, dt)
-        if head % HEADS_PER_GROUP == 0:
-            tl.store(past_B_ptr + at * BC + n, B_now, mask=n_in)
+    tl.store(past_x_ptr + now * D_SSM + p, x_now, mask=p_in)
 
 
 @triton.jit
@@ -272,12 +286,6 @@ def _fold_rows(
         _store_parts(squares_ptr + batch * stride_squares + head * PARTS, tile, square, 1, PARTS)
     at = position % WINDOW
     tl.store(past_x_ptr + at * D_SSM + p, x_now, mask=p_in)
-    if tile == 0:
-        tl.store(past_dt_ptr + at * NHEADS, dt)
-        if head % HEADS_PER_GROUP == 0:
-            n = tl.arange(0, BLOCK_N)
-            n_in = inside(n, D_STATE, BLOCK_N)
-            tl.store(past_B_ptr + at * BC + n, tl.load(B_ptr + n, mask=n_in, other=0.0), mask=n_in)
 
 
 @triton.jit
@@ -392,16 +400,23 @@ def launch_packed_ssm_step(
     folds = batch * triton.cdiv(nheads, format.window) * parts
     reads = batch * nheads * triton.cdiv(headdim, config["BLOCK_P"]) if format.window > 1 else 0
     norm = "none" if norm_weight is None else "norm_first" if norm_before_gate else "gate_first"
+    common = packed.work.setdefault("common", None) or empty_common(packed)
+    packed.work["common"] = common
+    assert isinstance(common, Common)
     with torch.cuda.device_of(zxbcdt):
+        launch_prepare(
+            zxbcdt, packed, dt_bias, A_log, common, ngroups=ngroups, dt_limit=dt_limit, slots=slots, pdl=pdl
+        )
         _packed_ssm_step_kernel[(folds + reads,)](
             zxbcdt, packed.codes, packed.scales, packed.x, packed.B, packed.dt, packed.position,
             packed.columns, head_table(format, headdim, d_state, zxbcdt.device), slots, dt_bias, A_log, D,
-            norm_weight, scaled, squares,
+            norm_weight, scaled, squares, *common,
             folds, first_key(format.seed), *dt_limit, zxbcdt.stride(0), packed.codes.stride(0) // 16,
             packed.scales.stride(0), packed.x.stride(0), packed.B.stride(0), packed.dt.stride(0),
             D.stride(0), scaled.stride(0), 0 if squares is None else squares.stride(0),
             NHEADS=nheads, HEADDIM=headdim, D_STATE=d_state, HEADS_PER_GROUP=nheads // ngroups,
-            WINDOW=format.window, KINDS=format.kinds, STOCHASTIC=format.rounding == "stochastic",
+            WINDOW=format.window, KINDS=format.kinds, AS_LOADED=multiplied_as_loaded(packed),
+            STOCHASTIC=format.rounding == "stochastic",
             D_P=D.stride(1) if D.dim() == 2 else 0, GATE=gate, NORM=norm,
             BLOCK_N=max(8, triton.next_power_of_2(d_state)), BLOCK_AGE=triton.next_power_of_2(format.window),
             INTERPRET=interpreting(), **config, **early_start(pdl, zxbcdt),

@@ -145,6 +145,11 @@ class PackedState:
     def groups(self) -> list[HeadGroup]:
         return self.format.groups(self.headdim, self.d_state)
 
+    @cached_property
+    def work(self) -> dict[str, object]:
+        """Work areas of kernels, by name, which hold nothing from one token to the next."""
+        return {}
+
     def words(self, group: HeadGroup) -> torch.Tensor:
         """The codes of a group, a view (slots, heads of the group, headdim, words of a row) in int32."""
         row = FORMATS[group.dtype].words(self.d_state)
