@@ -44,10 +44,7 @@ FORMATS = [
 TUNED = [("int8",), ("int4",), ("int8",) * 5 + ("fp16",)]
 # Rows of a tile that is read and of one that is folded, warps, registers of a thread (0: no limit): what to
 # try on int8 and int4, window 8.
-TILES = [
-    (64, 16, 4, 0), (64, 16, 2, 0), (64, 32, 2, 0), (64, 32, 2, 128), (64, 16, 1, 0), (64, 16, 1, 128),
-    (64, 8, 1, 0), (32, 16, 1, 128),
-]  # fmt: skip
+TILES = [(64, 16, 2, 0), (64, 16, 2, 96), (64, 16, 4, 0), (64, 16, 1, 128), (32, 16, 1, 128), (64, 8, 2, 0)]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from mamba_kernels.packed_window_triton import (
     load_words,
     stored_and_window,
 )
-from mamba_kernels.state_codes import FORMATS, first_key
+from mamba_kernels.state_codes import first_key
 from mamba_kernels.state_codes_triton import (
     INT4,
     INT8,
@@ -52,30 +52,32 @@ def _packed_ssm_step_kernel(
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     WINDOW: tl.constexpr, KINDS: tl.constexpr, AS_LOADED: tl.constexpr, STOCHASTIC: tl.constexpr,
     D_P: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr, EACH: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_AGE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Programs pid < folds fold FOLD_P rows of a head whose turn it is, the others read BLOCK_P of another.
+    """`folds` of the programs fold FOLD_P rows of a head whose turn it is, the others read BLOCK_P of one.
 
-    A fold takes several times as long as a reading: so it has fewer rows, and comes first.
-    pid = (batch * FOLDING + i) * FOLD_TILES + tile: the i-th head of that slot whose turn it is.
-    pid - folds = (batch * NHEADS + head) * TILES + tile: there is nothing to do where the head folds.
+    A fold computes where a reading waits for memory, so they alternate, a fold before every EACH readings;
+    the folds end before the readings do, as one of them takes several times as long. EACH 0: folds first.
+    fold = (batch * FOLDING + i) * FOLD_TILES + tile: the i-th head of that slot whose turn it is.
+    reading = (batch * NHEADS + head) * TILES + tile: there is nothing to do where the head folds.
     stride_codes: in units of 16 bytes. heads_ptr: (NHEADS, 2) int32, the index of a head's format in
     STATE_DTYPES, and where its codes begin, in the same units. KINDS: bit i is set where the layer has heads
-    of format i.
+    of format i; AS_LOADED: where they are multiplied as `multiplied_as_loaded` says.
     """
     TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
     FOLD_TILES: tl.constexpr = (HEADDIM + FOLD_P - 1) // FOLD_P
     FOLDING: tl.constexpr = (NHEADS + WINDOW - 1) // WINDOW
     start_next(PDL)
     pid = tl.program_id(0)
-    folding = pid < folds
+    turn = pid // (1 + EACH)
+    folding = (pid % (1 + EACH) == 0) & (turn < folds)
     if folding:
-        tile = pid % FOLD_TILES
-        head = pid // FOLD_TILES % FOLDING
-        batch = (pid // (FOLD_TILES * FOLDING)).to(tl.int64)
+        tile = turn % FOLD_TILES
+        head = turn // FOLD_TILES % FOLDING
+        batch = (turn // (FOLD_TILES * FOLDING)).to(tl.int64)
     else:
-        pid -= folds
+        pid -= tl.minimum(turn + 1, folds)
         tile = pid % TILES
         head = pid // TILES % NHEADS
         batch = (pid // (TILES * NHEADS)).to(tl.int64)
@@ -351,15 +353,12 @@ def _time_step(dt_ptr, dt_bias, dt_min, dt_max):
 
 
 def config_for(batch: int, format: LayerFormat, headdim: int, d_state: int) -> dict[str, int]:
-    """Block sizes: 8192 numbers of integers, which stay packed, or 16 KB of another format; 2048 in a fold.
+    """Block sizes: 8192 numbers that are read, half of that in fp32, and 2048 in a fold, by two warps.
 
-    Four warps keep the registers of a thread few, so that an SM has many programs whose loads are under
-    way. A small batch is cut finer, as the time is then that of one program.
+    A small batch is cut finer, as the time is then that of one program.
     """
     block_n = max(8, triton.next_power_of_2(d_state))
-    bits = max(FORMATS[dtype].bits for dtype in format.heads)
-    numbers = 8192 if bits <= 16 else 4096
-    warps = 4
+    numbers, warps = (4096 if "fp32" in format.heads else 8192), 2
     if batch * len(format.heads) * headdim * block_n < 1000 * numbers:
         numbers, warps = 2048, 1
 
@@ -418,6 +417,7 @@ def launch_packed_ssm_step(
             WINDOW=format.window, KINDS=format.kinds, AS_LOADED=multiplied_as_loaded(packed),
             STOCHASTIC=format.rounding == "stochastic",
             D_P=D.stride(1) if D.dim() == 2 else 0, GATE=gate, NORM=norm,
+            EACH=reads // (2 * folds),
             BLOCK_N=max(8, triton.next_power_of_2(d_state)), BLOCK_AGE=triton.next_power_of_2(format.window),
             INTERPRET=interpreting(), **config, **early_start(pdl, zxbcdt),
         )  # fmt: skip

@@ -169,7 +169,9 @@ def _integer_code(steps, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     MASK: tl.constexpr = (1 << 32 // per_word(KIND)) - 1
     steps = tl.minimum(tl.maximum(steps, -LARGEST), LARGEST)
     if STOCHASTIC:
-        steps = steps + (noise.to(tl.float32) * (2.0**-16) + (2.0**-17 - 0.5))
+        # 1 + noise / 2^16, by its bits.
+        unit = ((noise << 7) | 0x3F800000).to(tl.float32, bitcast=True)
+        steps = steps + (unit + (2.0**-17 - 1.5))
     # Beside 1.5 * 2^23 float32 has no fraction: the sum is rounded to nearest, and ends in the integer.
     return (steps + 12582912.0).to(tl.int32, bitcast=True) & MASK
 
