@@ -174,7 +174,7 @@ def load_chunk(codes_ptr, chunk, p, p_in, ROW: tl.constexpr):
     byte = tl.arange(0, 64)
     bytes_ptr = codes_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
     ptrs = bytes_ptr + (p * ROW)[:, None] + (chunk * 64 + byte)[None, :]
-    return tl.load(ptrs, mask=p_in[:, None], other=0)
+    return tl.load(ptrs, mask=p_in[:, None], other=0, volatile=True)
 
 
 @triton.jit

@@ -157,7 +157,10 @@ def _read_rows(
     w = tl.arange(0, BLOCK_W)
     p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
     p_in = inside(p, HEADDIM, BLOCK_P)
-    # Before it is known whether the head folds: then a fold finds them in the cache.
+    # All that no kernel of this token writes, before it is known whether the head folds. Volatile loads stay
+    # in order, ahead of all that waits for one of them: else the compiler has them wait for each other.
+    position = tl.load(position_ptr + slot, volatile=True)
+    scale = load_scale(scales_ptr + slot * stride_scales + head * HEADDIM, p, p_in, KIND)
     chunks = ()
     if AS_LOADED:
         for chunk in tl.static_range(WORDS // 16):
@@ -166,34 +169,32 @@ def _read_rows(
         codes = load_bytes(codes_ptr, p, p_in, WORDS, BLOCK_W)
     else:
         codes = load_words(codes_ptr, p, p_in, w, WORDS, BLOCK_W)
-    tl.debug_barrier()  # else the compiler puts these loads behind those that have to wait for others
-    position = tl.load(position_ptr + slot)
+    past_x_ptr += slot * stride_x + head * HEADDIM
+    ring = tl.arange(0, BLOCK_AGE)
+    ring_in = inside(ring, WINDOW, BLOCK_AGE)
+    past_x_ptrs = past_x_ptr + (ring * D_SSM)[:, None] + p[None, :]
+    past_x = tl.load(past_x_ptrs, mask=ring_in[:, None] & p_in[None, :], other=0.0, volatile=True)
     D = tl.load(D_ptr + head * stride_D_head + p * D_P, mask=p_in, other=0.0).to(tl.float32)
-    scale = load_scale(scales_ptr + slot * stride_scales + head * HEADDIM, p, p_in, KIND)
     norm_weight = D
     if NORM != "none":
         norm_weight = tl.load(norm_weight_ptr + head * HEADDIM + p, mask=p_in, other=0.0)
     if (position + head) % WINDOW == WINDOW - 1:
         return
-    past_x_ptr += slot * stride_x + head * HEADDIM
     now = position % WINDOW
-    ring = tl.arange(0, BLOCK_AGE)
-    past = (ring < WINDOW) & (ring != now)
-    past_x_ptrs = past_x_ptr + (ring * D_SSM)[:, None] + p[None, :]
-    past_x = tl.load(past_x_ptrs, mask=past[:, None] & p_in[None, :], other=0.0)
     weights_ptr += (slot * NHEADS + head) * (1 + WINDOW)
 
     wait_for_previous(PDL)
     z_ptr = zxbcdt_ptr + batch * stride_in + head * HEADDIM
     x_now = tl.load(z_ptr + D_SSM + p, mask=p_in, other=0.0)
+    z = _load_gate(z_ptr, p, p_in, GATE)
     decay = tl.load(weights_ptr)
     weight_now = tl.load(weights_ptr + 1 + now)
-    weight = tl.load(weights_ptr + 1 + ring, mask=past, other=0.0)
+    weight = tl.load(weights_ptr + 1 + ring, mask=ring_in & (ring != now), other=0.0)
     if AS_LOADED:
         ROW: tl.constexpr = (D_STATE + 3) // 4 * 4
         parts_ptr += (slot * GROUPS + group) * (3 * 8 * ROW)
         sums = tl.zeros((BLOCK_P, 8), tl.int32)
-        for chunk in tl.static_range(WORDS // 16):
+        for chunk in tl.static_range(WORDS // 16 - 1, -1, -1):  # the one that was loaded last, first
             if KIND == INT8:
                 lower = chunks[chunk]
             else:
@@ -225,7 +226,7 @@ def _read_rows(
     y *= scale * decay
     y += tl.sum(past_x.to(tl.float32) * weight[:, None], axis=0) + (D + weight_now) * x_now.to(tl.float32)
     scaled_ptr += batch * stride_scaled + head * HEADDIM
-    square = _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
+    square = _finish(y, z, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
     if NORM != "none":
         parts = squares_ptr + batch * stride_squares + head * PARTS
         _store_parts(parts, tile, square, BLOCK_P // FOLD_P, PARTS)
@@ -268,22 +269,28 @@ def _fold_rows(
     if columns_ptr is not None:
         columns = columns_ptr + head * D_STATE
 
+    state = stored_and_window(
+        codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, 0.0, A, position,
+        (position + head) % WINDOW, p, p_in, w, KIND, NHEADS, D_STATE, D_SSM, BC, WINDOW, BLOCK_W, BLOCK_AGE,
+    )  # fmt: skip
+
     wait_for_previous(PDL)
     row = zxbcdt_ptr + batch * stride_in
     z_ptr = row + head * HEADDIM
     B_ptr = row + 2 * D_SSM + group * D_STATE
-    dt = _time_step(row + 2 * D_SSM + 2 * BC + head, dt_bias, dt_min, dt_max)
+    dt = tl.load(row + 2 * D_SSM + 2 * BC + head).to(tl.float32)
     x_now = tl.load(z_ptr + D_SSM + p, mask=p_in, other=0.0)
+    z = _load_gate(z_ptr, p, p_in, GATE)
+    dt = tl.minimum(tl.maximum(softplus(dt + dt_bias), dt_min), dt_max)
     x = x_now.to(tl.float32)
-    y = D * x
     key = rounding_key(seed, position, head)
+    y = D * x
     y += _fold(
-        codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, B_ptr, B_ptr + BC, x, dt, A,
-        position, (position + head) % WINDOW, key, p, p_in, w, KIND, NHEADS, D_STATE, D_SSM, BC,
-        WINDOW, STOCHASTIC, FOLD_P, BLOCK_W, BLOCK_AGE, INTERPRET,
+        state, codes_ptr, scales_ptr, columns, B_ptr, B_ptr + BC, dt * x, tl.exp(A * dt), key, p, p_in, w,
+        KIND, D_STATE, STOCHASTIC, FOLD_P, BLOCK_W, INTERPRET,
     )  # fmt: skip
     scaled_ptr += batch * stride_scaled + head * HEADDIM
-    square = _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
+    square = _finish(y, z, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
     if NORM != "none":
         _store_parts(squares_ptr + batch * stride_squares + head * PARTS, tile, square, 1, PARTS)
     at = position % WINDOW
@@ -300,23 +307,17 @@ def _store_parts(parts_ptr, tile, square, COUNT: tl.constexpr, PARTS: tl.constex
 
 @triton.jit
 def _fold(
-    codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, B_ptr, C_ptr,
-    x, dt, A, position, count, key, p, p_in, w,
-    KIND: tl.constexpr, NHEADS: tl.constexpr, D_STATE: tl.constexpr, D_SSM: tl.constexpr, BC: tl.constexpr,
-    WINDOW: tl.constexpr, STOCHASTIC: tl.constexpr, FOLD_P: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_AGE: tl.constexpr, INTERPRET: tl.constexpr,
+    past, codes_ptr, scales_ptr, columns, B_ptr, C_ptr, input, decay, key, p, p_in, w,
+    KIND: tl.constexpr, D_STATE: tl.constexpr, STOCHASTIC: tl.constexpr, FOLD_P: tl.constexpr,
+    BLOCK_W: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Move the stored rows p (FOLD_P,) on to this token, of input x and dt; return C h."""
+    """Round the rows p (FOLD_P,) of a state, decay * past + input B, into its codes; return C h."""
     FIELDS: tl.constexpr = per_word(KIND)
     WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
     state = ()
-    moved = stored_and_window(
-        codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, dt, A, position, count,
-        p, p_in, w, KIND, NHEADS, D_STATE, D_SSM, BC, WINDOW, BLOCK_W, BLOCK_AGE,
-    )  # fmt: skip
     for field in tl.static_range(FIELDS):
         B = load_columns(B_ptr, w, field, WORDS, D_STATE, BLOCK_W)
-        state += (moved[field] + (dt * x)[:, None] * B[None, :],)
+        state += (past[field] * decay + input[:, None] * B[None, :],)
     products = tl.zeros((FOLD_P, BLOCK_W), tl.float32)
     rounded = ()
     for field in tl.static_range(FIELDS):
@@ -334,22 +335,26 @@ def _fold(
 
 
 @triton.jit
-def _finish(y, z_ptr, norm_weight, scaled_ptr, p, p_in, GATE: tl.constexpr, NORM: tl.constexpr):
+def _load_gate(z_ptr, p, p_in, GATE: tl.constexpr):
+    """z of rows p, where there is a gate."""
+    z = tl.zeros(p.shape, tl.float32)
+    if GATE:
+        z = tl.load(z_ptr + p, mask=p_in, other=0.0).to(tl.float32)
+    return z
+
+
+@triton.jit
+def _finish(y, z, norm_weight, scaled_ptr, p, p_in, GATE: tl.constexpr, NORM: tl.constexpr):
     """Gate rows p and write them, times the norm's weight; return their sum of squares (1,)."""
     gated = y
     if GATE:
-        gated = y * silu(tl.load(z_ptr + p, mask=p_in, other=0.0).to(tl.float32))
+        gated = y * silu(z)
     scaled = gated
     if NORM != "none":
         scaled = gated * norm_weight.to(tl.float32)
     tl.store(scaled_ptr + p, scaled.to(scaled_ptr.dtype.element_ty), mask=p_in)
     normed = y if NORM == "norm_first" else gated
     return tl.sum(tl.where(p_in, normed * normed, 0.0), axis=0, keep_dims=True)
-
-
-@triton.jit
-def _time_step(dt_ptr, dt_bias, dt_min, dt_max):
-    return tl.minimum(tl.maximum(softplus(tl.load(dt_ptr).to(tl.float32) + dt_bias), dt_min), dt_max)
 
 
 def config_for(batch: int, format: LayerFormat, headdim: int, d_state: int) -> dict[str, int]:

@@ -71,7 +71,7 @@ def _add_input(
 @triton.jit
 def load_words(codes_ptr, p, p_in, w, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
     word_in = p_in[:, None] & inside(w, WORDS, BLOCK_W)[None, :]
-    return tl.load(codes_ptr + (p * WORDS)[:, None] + w[None, :], mask=word_in, other=0)
+    return tl.load(codes_ptr + (p * WORDS)[:, None] + w[None, :], mask=word_in, other=0, volatile=True)
 
 
 @triton.jit
