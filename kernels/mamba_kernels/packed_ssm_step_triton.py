@@ -13,10 +13,14 @@ from mamba_kernels.packed_prepare_triton import (
     Common,
     chunk_as_operand,
     empty_common,
+    halves_as_operand,
     launch_prepare,
     load_chunk,
+    load_halves,
+    load_halves_chunk,
     load_parts,
     multiplied_as_loaded,
+    sum_halves,
     sum_parts,
 )
 from mamba_kernels.packed_state import LayerFormat, PackedState, head_table
@@ -27,8 +31,9 @@ from mamba_kernels.packed_window_triton import (
     load_words,
     stored_and_window,
 )
-from mamba_kernels.state_codes import first_key
+from mamba_kernels.state_codes import FORMATS, first_key
 from mamba_kernels.state_codes_triton import (
+    FP16,
     INT4,
     INT8,
     decode,
@@ -46,8 +51,8 @@ from mamba_kernels.triton_math import silu, softplus
 def _packed_ssm_step_kernel(
     zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
     heads_ptr, slots_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
-    weights_ptr, parts_ptr, unit_ptr, folds, seed, dt_min, dt_max, stride_in, stride_codes, stride_scales,
-    stride_x, stride_B, stride_dt,
+    weights_ptr, parts_ptr, halves_ptr, unit_ptr,
+    folds, seed, dt_min, dt_max, stride_in, stride_codes, stride_scales, stride_x, stride_B, stride_dt,
     stride_D_head, stride_scaled, stride_squares,
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     WINDOW: tl.constexpr, KINDS: tl.constexpr, AS_LOADED: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -127,9 +132,9 @@ def _packed_ssm_step_kernel(
                     _read_rows(
                         zxbcdt_ptr, codes_ptr + begin.to(tl.int64) * 4, scales_ptr, past_x_ptr, position_ptr,
                         columns_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr, weights_ptr, parts_ptr,
-                        unit_ptr, stride_in, stride_scales, stride_x, stride_D_head, stride_scaled,
-                        stride_squares, tile, head, batch, slot, KIND, NHEADS, HEADDIM, D_STATE,
-                        HEADS_PER_GROUP, WINDOW, (AS_LOADED >> KIND) & 1 != 0, D_P, GATE, NORM, FOLD_TILES,
+                        halves_ptr, unit_ptr, stride_in, stride_scales, stride_x, stride_D_head,
+                        stride_scaled, stride_squares, tile, head, batch, slot, KIND, NHEADS, HEADDIM,
+                        D_STATE, HEADS_PER_GROUP, WINDOW, (AS_LOADED >> KIND) & 1 != 0, D_P, GATE, NORM, FOLD_TILES,
                         BLOCK_P, FOLD_P, BLOCK_N, BLOCK_AGE, PDL, INTERPRET,
                     )  # fmt: skip
 
@@ -137,7 +142,7 @@ def _packed_ssm_step_kernel(
 @triton.jit
 def _read_rows(
     zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, position_ptr, columns_ptr, D_ptr, norm_weight_ptr,
-    scaled_ptr, squares_ptr, weights_ptr, parts_ptr, unit_ptr,
+    scaled_ptr, squares_ptr, weights_ptr, parts_ptr, halves_ptr, unit_ptr,
     stride_in, stride_scales, stride_x, stride_D_head, stride_scaled, stride_squares,
     tile, head, batch, slot,
     KIND: tl.constexpr, NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr,
@@ -164,7 +169,10 @@ def _read_rows(
     chunks = ()
     if AS_LOADED:
         for chunk in tl.static_range(WORDS // 16):
-            chunks += (load_chunk(codes_ptr, chunk, p, p_in, 4 * WORDS),)
+            if KIND == FP16:
+                chunks += (load_halves_chunk(codes_ptr, chunk, p, p_in, D_STATE),)
+            else:
+                chunks += (load_chunk(codes_ptr, chunk, p, p_in, 4 * WORDS),)
     elif INTEGER:
         codes = load_bytes(codes_ptr, p, p_in, WORDS, BLOCK_W)
     else:
@@ -190,7 +198,15 @@ def _read_rows(
     decay = tl.load(weights_ptr)
     weight_now = tl.load(weights_ptr + 1 + now)
     weight = tl.load(weights_ptr + 1 + ring, mask=ring_in & (ring != now), other=0.0)
-    if AS_LOADED:
+    unit_ptr += (slot * GROUPS + group) * 2
+    if AS_LOADED and KIND == FP16:
+        halves_ptr += (slot * GROUPS + group) * (8 * D_STATE)
+        sums = tl.zeros((BLOCK_P, 8), tl.float32)
+        for chunk in tl.static_range(WORDS // 16 - 1, -1, -1):  # the one that was loaded last, first
+            halves = halves_as_operand(chunks[chunk], BLOCK_P)
+            sums = tl.dot(halves, load_halves(halves_ptr, chunk, D_STATE), sums)
+        y = sum_halves(sums) * tl.load(unit_ptr + 1)
+    elif AS_LOADED:
         ROW: tl.constexpr = (D_STATE + 3) // 4 * 4
         parts_ptr += (slot * GROUPS + group) * (3 * 8 * ROW)
         sums = tl.zeros((BLOCK_P, 8), tl.int32)
@@ -204,7 +220,7 @@ def _read_rows(
             lower = chunk_as_operand(lower, BLOCK_P)
             C_parts = load_parts(parts_ptr + (0 if KIND == INT8 else 8 * ROW), chunk, ROW)
             sums = tl.dot(lower, C_parts, sums, out_dtype=tl.int32)
-        y = sum_parts(sums) * tl.load(unit_ptr + slot * GROUPS + group)
+        y = sum_parts(sums) * tl.load(unit_ptr)
         if KIND == INT4:
             y *= 1 / 16
     else:
@@ -360,17 +376,20 @@ def _finish(y, z, norm_weight, scaled_ptr, p, p_in, GATE: tl.constexpr, NORM: tl
 def config_for(batch: int, format: LayerFormat, headdim: int, d_state: int) -> dict[str, int]:
     """Block sizes: 8192 numbers that are read, half of that in fp32, and 2048 in a fold, by two warps.
 
-    A small batch is cut finer, as the time is then that of one program.
+    Few registers a thread, for many programs beside each other. A small batch is cut finer, as the time is
+    then that of one program.
     """
     block_n = max(8, triton.next_power_of_2(d_state))
-    numbers, warps = (4096 if "fp32" in format.heads else 8192), 2
+    wide = any(FORMATS[dtype].bits > 8 for dtype in format.heads)
+    numbers = 4096 if "fp32" in format.heads else 8192
+    threads = {"num_warps": 2, "maxnreg": 96 if wide else 80}
     if batch * len(format.heads) * headdim * block_n < 1000 * numbers:
-        numbers, warps = 2048, 1
+        numbers, threads = 2048, {"num_warps": 1}
 
     def rows(numbers: int) -> int:
         return min(max(4, numbers // block_n), triton.next_power_of_2(headdim))
 
-    return {"BLOCK_P": rows(numbers), "FOLD_P": rows(2048), "num_warps": warps}
+    return {"BLOCK_P": rows(numbers), "FOLD_P": rows(2048), **threads}
 
 
 def launch_packed_ssm_step(
