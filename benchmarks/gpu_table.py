@@ -86,13 +86,13 @@ def rows() -> list[Row]:
     return [
         Row("decode", "decode 130m, batch 1", ms, lambda: decode("130m", 1), 0.644, 0.06, 0.27, 0.16),
         Row(
-            "decode", "decode 130m, batch 64, bf16 state", ms, lambda: decode("130m", 64, "bf16:8"),
+            "decode", "decode 130m, batch 64, bf16 state", ms, lambda: decode("130m", 64, "bf16"),
             1.33, 0.25, 0.60, 0.40,
         ),
         Row("prefill", "prefill 130m, 32768", speed, lambda: prefill("130m", 32768), 915, 2600, 1200, 1800),
         Row("decode", "decode 2.7b, batch 1", ms, lambda: decode("2.7b", 1), 3.18, 1.34, 1.75, 1.48),
         Row(
-            "decode", "decode 2.7b, batch 64, bf16 state", ms, lambda: decode("2.7b", 64, "bf16:8"),
+            "decode", "decode 2.7b, batch 64, bf16 state", ms, lambda: decode("2.7b", 64, "bf16"),
             9.68, 3.8, 6.0, 4.6,
         ),
         Row(

@@ -134,8 +134,8 @@ def _packed_ssm_step_kernel(
                         columns_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr, weights_ptr, parts_ptr,
                         halves_ptr, unit_ptr, stride_in, stride_scales, stride_x, stride_D_head,
                         stride_scaled, stride_squares, tile, head, batch, slot, KIND, NHEADS, HEADDIM,
-                        D_STATE, HEADS_PER_GROUP, WINDOW, (AS_LOADED >> KIND) & 1 != 0, D_P, GATE, NORM, FOLD_TILES,
-                        BLOCK_P, FOLD_P, BLOCK_N, BLOCK_AGE, PDL, INTERPRET,
+                        D_STATE, HEADS_PER_GROUP, WINDOW, (AS_LOADED >> KIND) & 1 != 0, D_P, GATE, NORM,
+                        FOLD_TILES, BLOCK_P, FOLD_P, BLOCK_N, BLOCK_AGE, PDL, INTERPRET,
                     )  # fmt: skip
 
 
