@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -16,10 +17,13 @@ from mamba_cli.load import load_model
 from mamba_cli.perplexity.plan import make_plan
 from mamba_cli.perplexity.tokens import Document
 from mamba_cli.quantize.report import measure_losses
+from mamba_cli.quantize.saved import Scales
 from mamba_cli.quantize.section import write_section
 from mamba_cli.quantize.sensitivity import Widened, can_widen, measure_layers, only, reach, widen
+from mamba_cli.quantize.study import Request, choose, formats_beside
 from mamba_cli.state_format import StateFormat, layer_seed
 from mamba_commands.app import main
+from mamba_commands.output import Output
 from mamba_kernels.packed_state import LayerFormat
 from model_testing import BASE, hybrid, make, variant
 from perplexity_testing import NumberTokenizer
@@ -311,6 +315,27 @@ def some_format(config, *heads: str, window: int = 2) -> StateFormat:
         for index in range(config.n_layer)
     )
     return StateFormat(layers=layers, name="test")
+
+
+def test_a_head_is_chosen_by_the_longer_of_its_half_lives_on_the_text_and_by_the_weights(monkeypatch):
+    lm, plan = lively(hybrid())
+
+    def lives(*heads: float) -> list[torch.Tensor | None]:
+        return [None if layer in lm.config.attn_layer_idx else torch.tensor(heads) for layer in range(3)]
+
+    monkeypatch.setattr(type(lm), "half_lives", lambda lm: lives(1.0, 1000.0, 1.0, math.inf))
+    nothing = (None,) * lm.config.n_layer
+    measured = Scales(tuple(lives(1.0, 1.0, 1000.0, 1.0)), nothing, nothing)
+    monkeypatch.setattr("mamba_cli.quantize.study.calibrate", lambda *arguments: measured)
+    choice = choose(lm, plan, Request("int8", sensitivity_tokens=0), Output().progress)
+    assert [layer and layer.heads for layer in choice.format.layers] == [
+        ("int8", "fp16", "fp16", "fp32"),
+        None,
+        ("int8", "fp16", "fp16", "fp32"),
+    ]
+    assert choice.scales == measured  # what is shown and kept is the text's
+    beside = formats_beside(lm, choice, ["int8"], 0)
+    assert beside["int8"][0] == choice.format
 
 
 def test_one_layer_alone_leaves_the_others_in_fp32():

@@ -176,7 +176,7 @@ def quantize_state(
     out.note(f"{text}: {plan.predictions} tokens, each read once in fp32 and once in each format")
     request = Request(state_dtype or "int8", given, target, sensitivity_tokens, seed)
     choice = choose(lm, plan, request, out.progress)
-    beside = formats_beside(lm.config, choice, specs, seed)
+    beside = formats_beside(lm, choice, specs, seed)
     losses, loss_dtype = compare_losses(lm, plan, beside, out.progress), lm.dtype
     if dtype == "auto":
         del lm  # before the same weights come as they run

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.language_model import LanguageModel
 from mamba_cli.perplexity.plan import Plan, make_plan
@@ -71,7 +70,7 @@ def choose(lm: LanguageModel, plan: Plan, request: Request, bars: Bars) -> Choic
     """
     with bars(sum(window.length for window in plan.windows), "calibrating") as advance:
         scales = calibrate(lm, plan, advance)
-    format, outer = request.recipe or _recommended(lm.config, scales, request.state_dtype, request.seed)
+    format, outer = request.recipe or _recommended(lm, scales, request.state_dtype, request.seed)
     make = partial(lm.with_state, columns=scales.columns if outer else None, conv_peaks=scales.conv)
     layers = _sensitivity(lm, plan, request, format, make, bars)
     if request.target is None:
@@ -89,7 +88,7 @@ def choose(lm: LanguageModel, plan: Plan, request: Request, bars: Bars) -> Choic
     return Choice(chosen, outer, scales, tuple(layers), reached.layers)
 
 
-def formats_beside(config: ModelConfig, choice: Choice, specs: Sequence[str], seed: int) -> Formats:
+def formats_beside(lm: LanguageModel, choice: Choice, specs: Sequence[str], seed: int) -> Formats:
     """Return the formats that `specs` mean for this model, by name, fp32 left out, and the chosen one."""
     measured = choice.measured
 
@@ -99,7 +98,7 @@ def formats_beside(config: ModelConfig, choice: Choice, specs: Sequence[str], se
     formats: Formats = {}
     for spec in specs:
         if parse_state_spec(spec).plain is None:
-            formats[spec] = with_scales(*_recommended(config, measured, spec, seed))
+            formats[spec] = with_scales(*_recommended(lm, measured, spec, seed))
         elif spec != "fp32":
             formats[spec] = spec, None, None
     return formats | {choice.format.name: with_scales(choice.format, choice.outer)}
@@ -123,10 +122,18 @@ def measure_costs(lm: LanguageModel, formats: Formats, batch: int | None, bars: 
         }
 
 
-def _recommended(config: ModelConfig, scales: Scales, spec: str, seed: int) -> tuple[StateFormat, bool]:
-    """Return the format that words mean with half-lives as measured, and whether it has column scales."""
+def _recommended(lm: LanguageModel, scales: Scales, spec: str, seed: int) -> tuple[StateFormat, bool]:
+    """Return the format that words mean for this model and text, and whether it has column scales.
+
+    A head counts as remembering for as long as the text or the weights alone say, whichever is longer: dt
+    follows the text, and another text, or a stretch of this one, may let a head remember as its weights say.
+    """
     parsed = parse_state_spec(spec)
-    return recommended_format(config, scales.half_lives, parsed, seed), parsed.outer
+    lives = [
+        None if measured is None else torch.maximum(measured.double(), of_weights.double())
+        for measured, of_weights in zip(scales.half_lives, lm.half_lives(), strict=True)
+    ]
+    return recommended_format(lm.config, lives, parsed, seed), parsed.outer
 
 
 def _sensitivity(
