@@ -4,6 +4,9 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# What float32 loses of it.
+_LOG2E_REST = tl.constexpr(1.925963033500e-8)
+_LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -14,7 +17,12 @@ def softplus(x):
     squares at Chebyshev points, reweighted by the error): no logarithm, which would lose small e in 1 + e,
     and no division.
     """
-    e = tl.exp2(tl.abs(x) * -LOG2E)
+    # The product's rounding alone would be an error of |x| units in e.
+    size = tl.abs(x)
+    power = size * -LOG2E
+    rest = tl.where(size < 100, tl.fma(size, -LOG2E, -power) - size * _LOG2E_REST, 0.0)
+    e = tl.exp2(power)
+    e += e * (rest * _LN2)
     p = 0.005232629366219044
     p = p * e - 0.029504986479878426
     p = p * e + 0.07822556048631668
@@ -43,18 +51,25 @@ def silu(x):
 
 @triton.jit
 def sigmoid(x, INTERPRET: tl.constexpr):
-    """1 / (1 + exp(-x)) to 2 units of float32 rounding, in 4 instructions.
+    """1 / (1 + exp(-x)) to 3 units of float32 rounding; for x < -87 what it is there, 2e-38.
 
-    tl.exp and / guard denormal results as well, which cannot matter here, at three times the instructions.
+    The product of x with log2(e) is carried in two parts: its rounding alone would be |x| units in exp(-x).
+    tl.exp and / guard denormal results as well, which cannot matter here, at twice the instructions.
     INTERPRET: whether Triton's interpreter runs, which knows no assembly.
     """
     if INTERPRET:
         return 1.0 / (1.0 + tl.exp(-x))
     else:
         return tl.inline_asm_elementwise(
-            """{ .reg .f32 e;
-                 mul.ftz.f32 e, $1, 0fBFB8AA3B;
+            """{ .reg .f32 e, r, x;
+                 max.ftz.f32 x, $1, 0fC2AE0000;
+                 mul.rn.ftz.f32 e, x, 0fBFB8AA3B;
+                 neg.ftz.f32 r, e;
+                 fma.rn.ftz.f32 r, x, 0fBFB8AA3B, r;
+                 fma.rn.ftz.f32 r, x, 0fB2A57060, r;
+                 mul.ftz.f32 r, r, 0f3F317218;
                  ex2.approx.ftz.f32 e, e;
+                 fma.rn.ftz.f32 e, e, r, e;
                  add.ftz.f32 e, e, 0f3F800000;
                  rcp.approx.ftz.f32 $0, e; }""",
             "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
