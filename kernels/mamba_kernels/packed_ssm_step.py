@@ -2,7 +2,12 @@
 
     y_t = C_t (exp(A sum dt) stored) + sum over the window of exp(A (dt after i)) dt_i (C_t B_i) x_i + D x_t
 
-The stored state is read at every token and written once in a window, with the same tile in hand.
+The stored state is read at every token and written once in a window, when a head folds.
+
+On Triton that is two kernels a layer, one after the other in the stream: the first makes what all rows of a
+head, or all heads of a group, have in common, and takes dt and B into the window; the second reads or folds
+each head and takes x. What the first hands over lies in `PackedState.work`, which the layer's first token
+allocates and the ones after it fill anew.
 """
 
 from typing import Any
