@@ -130,6 +130,14 @@ LAYERS = [
     Layer(("int4", "int8", "fp8"), headdim=17, d_state=33, batch=3, slots=(1, -1, 4)),
     Layer(("int8",), d_state=256, window=2, norm="norm_first"),
     Layer(("int4",), d_state=256, headdim=64, batch=1, window=4),
+    # Rows of one chunk and of several; with columns the same codes take the other way.
+    Layer(("int8", "fp16"), d_state=64, window=2, batch=1),
+    Layer(("int8", "int4", "fp16") * 2, d_state=128, ngroups=2, window=2, slots=(3, 0)),
+    Layer(("int8", "int4", "fp16"), d_state=128, window=2, batch=1, columns=True),
+    Layer(("int4", "fp16"), d_state=256, window=2, batch=1, columns=True),
+    # The longest window that is unrolled, and the shortest that is a loop.
+    Layer(("int8", "fp32"), window=16, headdim=4, batch=1),
+    Layer(("int8", "fp32"), window=17, headdim=4, batch=1),
 ]
 
 
@@ -229,12 +237,38 @@ def test_padding_writes_zeros_and_changes_no_state(device, backend):
     assert not torch.equal(packed.x[0], before.x[0]) and not torch.equal(packed.dt[2], before.dt[2])
 
 
-@pytest.mark.parametrize("config", [(16, 4, 1), (4, 4, 1), (2, 1, 1)])
-def test_every_tiling_gives_the_same(device, config):
-    layer = Layer(("int8", "int4", "fp16"), window=2, headdim=16, d_state=32, norm="norm_first")
-    states = [layer.state(torch.float32, device) for _ in range(2)]
+def test_float16_codes_meet_all_bits_of_C(device):
+    """Beside a column that is 2^20 of the others in C, and zero in the state: a part too few is seen."""
+    layer = Layer(("fp16",) * 2, window=8, d_state=64, norm="no_gate")
+    packed = layer.state(torch.float32, device)
+    state = randn(layer.batch, layer.nheads, layer.headdim, layer.d_state, seed=6).to(device)
+    state[..., 0] = 0
+    packed.pack_(state, 0)
+    row = layer.row(0, torch.float32, device)
+    row[:, layer.d_ssm : 2 * layer.d_ssm] = 0  # no input that the output could be large by
+    row[:, 2 * layer.d_ssm + layer.d_state] = 2.0**20
+    inputs = {name: getattr(packed, name).double() for name in ("x", "B", "dt")}
+    exact = layer.step(packed_ssm_step_ref, row.double(), replace(packed.map(torch.clone), **inputs))
+    reference = layer.step(packed_ssm_step_ref, row, packed.map(torch.clone))
+    with use_backend("triton"):
+        assert_close_as_reference(layer.step(packed_ssm_step, row, packed), exact, reference)
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [((16, 4, 1), 2), ((4, 4, 1), 2), ((4, 4, 1), 3), ((2, 1, 1), 3), ((8, 4, 1), 16), ((4, 4, 1), 17)],
+)
+def test_every_tiling_gives_the_same_and_so_every_order_of_folds_and_readings(device, config, window):
+    """Four tokens around the first time that the window is full: each of the three heads folds at one."""
+    layer = Layer(("int8", "int4", "fp16"), window=window, batch=1, headdim=8, d_state=32, norm="norm_first")
+    states = [layer.state(torch.float32, device)]
     tiles = dict(zip(("BLOCK_P", "FOLD_P", "num_warps"), config, strict=True))
-    for token in range(4):
+    begin = max(0, window - 4)
+    for token in range(begin):
+        layer.step(packed_ssm_step_ref, layer.row(token, torch.float32, device), states[0])
+        advance_positions(states)
+    states.append(states[0].map(torch.clone))
+    for token in range(begin, begin + 4):
         row = layer.row(token, torch.float32, device)
         with use_backend("triton"):
             expected = layer.step(packed_ssm_step, row, states[0])
