@@ -240,7 +240,7 @@ def test_a_target_that_is_met_widens_nothing(run):
     [
         (("--state-dtype", "int5"), "error: --state-dtype: expected one of"),
         (("--state-dtype", "fp32"), "error: --state-dtype: expected a format narrower than fp32"),
-        (("--compare", "int8,int9"), "error: --state-dtype: expected one of"),
+        (("--compare", "int8,int9"), "error: --compare: expected one of"),
         (("--target-ppl-increase", "0.5"), "error: --target-ppl-increase: expected a percentage as 0.5%"),
         (("--target-ppl-increase", "-1%"), "error: --target-ppl-increase: expected a percentage as 0.5%"),
         (("--recipe", "x.json", "--state-dtype", "int8"), "error: --recipe: expected no --state-dtype"),

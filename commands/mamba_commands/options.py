@@ -12,7 +12,8 @@ DEMO_MODEL = "demo"
 SUGGESTED_MODEL = "state-spaces/mamba2-130m"
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A folder, a file, or a repo id of the Hugging Face hub.")
+    str,
+    typer.Argument(metavar="MODEL", help="A folder, a file, a repo id of the Hugging Face hub, or demo."),
 ]
 
 ModelOption = Annotated[
@@ -82,8 +83,8 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings 
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Details on stderr.")]
 
 
-def check_state_dtype(text: str | None) -> None:
-    """Refuse, as wrong usage, what no --state-dtype can be."""
+def check_state_dtype(text: str | None, option: str = "--state-dtype") -> None:
+    """Refuse, as wrong usage of `option`, what no --state-dtype can be."""
     if text is None:
         return
     from mamba_cli.state_format import parse_state_spec
@@ -91,7 +92,7 @@ def check_state_dtype(text: str | None) -> None:
     try:
         parse_state_spec(text)
     except Mamba2Error as error:
-        raise typer.BadParameter(f"--{error.message}") from None
+        raise typer.BadParameter(f"{option}: {error.message.removeprefix('state-dtype: ')}") from None
 
 
 def choose_model(model: str | None, out: Output) -> str:

@@ -155,8 +155,9 @@ def quantize_state(
     from mamba_cli.quantize.study import Request, choose, compare_losses, formats_beside, measure_costs
     from mamba_commands.state_report import Report, document, print_report
 
-    for spec in (state_dtype, *specs):
-        check_state_dtype(spec)
+    check_state_dtype(state_dtype)
+    for spec in specs:
+        check_state_dtype(spec, "--compare")
     if state_dtype == "fp32":
         raise typer.BadParameter("--state-dtype: expected a format narrower than fp32, got fp32")
     if plot:
