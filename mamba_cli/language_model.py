@@ -54,7 +54,7 @@ class LanguageModel:
         self.columns: Sequence[torch.Tensor | None] | None = None  # static scales of packed states
         self.conv_scales: Sequence[torch.Tensor | None] | None = None  # and of convolution windows
         self._load_tokenizer = load_tokenizer
-        self.backend = _resolve_backend(backend, self.device)
+        self.backend = _resolve_backend(backend, self.device, self.dtype)
         self.model = Model(config, weights)
         self._forget_graphs()
 
@@ -246,7 +246,9 @@ class LanguageModel:
         return ids.to(self.device)
 
 
-def _resolve_backend(name: str, device: torch.device) -> str:
+def _resolve_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    if name == "auto" and dtype == torch.float64:
+        name = "torch"  # the kernels compute in float32
     try:
         with use_backend(name):
             return backend_for(device)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from mamba_cli.errors import Mamba2Error
+from mamba_cli.language_model import _resolve_backend
 from mamba_cli.load import load_model
 from mamba_cli.weights import random_tensors
 from model_testing import DATA, VARIANTS, golden_names, make, variant
@@ -181,3 +182,9 @@ def test_a_state_of_another_batch_is_refused():
     lm = make(variant())
     with pytest.raises(Mamba2Error, match="expected batch 2, got 1"):
         lm.prefill([[1], [2]], lm.init_state(1))
+
+
+def test_a_float64_model_runs_in_torch_on_a_gpu_as_well():
+    gpu = torch.device("cuda")
+    assert _resolve_backend("auto", gpu, torch.float64) == "torch"
+    assert _resolve_backend("auto", gpu, torch.float32) == "triton"
