@@ -326,3 +326,11 @@ def test_two_processes_give_the_number_of_one_and_print_it_once(result, text, mo
     assert together["reference"] == alone["reference"]
     # What two processes kept, one continues.
     assert result(*arguments, *resume)["nll_sum"] == alone["nll_sum"]
+
+
+@pytest.mark.parametrize("state_dtype", ["int4", "bf16", "fp32"])
+@pytest.mark.parametrize("mode", ["window", "carry", "step"])
+def test_a_mode_that_hardly_rounds_a_narrow_state_says_so(run, text, mode, state_dtype):
+    status, _, err = run(text, "--mode", mode, "--state-dtype", state_dtype)
+    assert status == 0, err
+    assert ("--mode step rounds it as decoding does" in err) == (mode != "step" and state_dtype != "fp32")

@@ -170,6 +170,11 @@ def eval_ppl(
         encoded = encode_documents(texts, lm.tokenizer, token, lm.config.vocab_size, max_tokens)
         plan = make_plan(encoded, lm.tokenizer, mode, window, stride, max_windows)
         out.detail(f"{lm.name}: {_describe(lm)}, {len(plan.windows)} windows, {plan.predictions} predictions")
+        if mode != "step" and (lm.state_format or lm.ssm_dtype):
+            out.note(
+                f"note: in mode {mode} a state in {lm.state_dtype} is rounded only between blocks of text; "
+                "--mode step rounds it as decoding does"
+            )
         out.detail(f"first ids: {' '.join(map(str, plan.documents[0].ids[:16].tolist()))}")
         with _progress(out, plan.predictions) as progress:
             scores = evaluate(lm, plan, windows_at_once, other, resume, processes, progress)
