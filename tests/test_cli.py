@@ -115,6 +115,7 @@ def test_help_fits_the_terminal_and_cuts_nothing(capfd, monkeypatch, arguments, 
         (["generate", "--no-such"], "no such option: --no-such", "mamba2 generate"),
         (["generate", "--seed"], "'--seed'", "mamba2 generate"),
         (["generate", "extra"], "extra", "mamba2 generate"),
+        (["convert", "a", "b", "--to", "c"], "invalid value for '--to': 'c' is not one of", "mamba2 convert"),
     ],
 )
 def test_wrong_usage_is_two_lines_and_status_2(capfd, arguments, message, where):

@@ -164,8 +164,9 @@ def _report(error: Exception, named: Command | None) -> int:
 def _usage_message(error: Any) -> str:
     if isinstance(error, typer.BadParameter) and error.param is None:
         return error.message  # raised by a command, in the form of all messages
-    # Typer begins with a capital, spreads choices over several lines, and may end with a full stop.
-    message = " ".join(error.format_message().split()).removesuffix(".")
+    # Typer begins with a capital, spreads choices over several lines, and may end with a full stop; it passes
+    # on that a "Value error" was one.
+    message = " ".join(error.format_message().split()).removesuffix(".").replace(": Value error, ", ": ", 1)
     return message[:1].lower() + message[1:]
 
 
