@@ -68,7 +68,7 @@ def print_report(report: Report, out: Output) -> None:
         _print_losses(measured, out)
         _title("Mean change of a token's NLL, by tokens read", out)
         _print_positions(measured, out)
-    _title(f"Layers in {report.choice.format.name}: half-life in tokens, KL of each alone", out)
+    _title(f"Layers in {report.choice.format.name}: half-life on the text, KL of each alone", out)
     _print_layers(report, out)
     _title("Chosen, and how it was measured", out)
     words = {"format": report.choice.format.name} | describe(report.choice.format, report.choice.outer)
