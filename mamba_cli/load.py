@@ -10,6 +10,7 @@ from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.language_model import LanguageModel
 from mamba_cli.quantize.saved import read_saved
+from mamba_cli.state_format import parse_state_spec
 from mamba_cli.tokenizer import load_tokenizer
 from mamba_cli.weights import Weights, random_tensors
 
@@ -57,6 +58,8 @@ def load_model(
         backend=backend,
         load_tokenizer=lambda: load_tokenizer(checkpoint, tokenizer),
     )
+    if state_dtype is not None and parse_state_spec(state_dtype).plain is not None:
+        return lm.with_state(state_dtype)  # what the checkpoint says of its state matters to none of it
     saved = read_saved(checkpoint)
     columns = saved[1].columns if saved and saved[1].outer else None
     if state_dtype is not None:

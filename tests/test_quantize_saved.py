@@ -235,6 +235,14 @@ def test_scales_that_are_missing_or_elsewhere_are_refused(tmp_path):
         read_saved(open_checkpoint(tmp_path / "out"))
 
 
+def test_a_plain_state_needs_nothing_of_what_was_saved(tmp_path):
+    quantize(save(tmp_path, "hf"), tmp_path / "out", outer=True)
+    (tmp_path / "out" / "state_scales.safetensors").unlink()
+    with pytest.raises(Mamba2Error, match="state_scales"):
+        load_model(tmp_path / "out", device="cpu")
+    assert load_model(tmp_path / "out", device="cpu", state_dtype="fp32").state_format is None
+
+
 def test_column_scales_need_their_file(tmp_path):
     quantize(save(tmp_path, "hf"), tmp_path / "out", outer=True)
     config = tmp_path / "out" / "config.json"
