@@ -79,11 +79,24 @@ def ssm_step(
     y = (state * C).sum(-1) + (D if D.dim() == 2 else D[:, None]) * x
     y = torch.where(live[:, None, None], y, 0.0).flatten(1)
 
+    return gate_and_norm(y, z, norm_weight, eps, out, ngroups, norm_before_gate)
+
+
+def gate_and_norm(
+    y: torch.Tensor,
+    z: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    out: NormBuffers,
+    ngroups: int,
+    norm_before_gate: bool,
+) -> Normed:
+    """The output y (batch, d_ssm) of a recurrence, gated by z, as the `Normed` of its grouped norm."""
     gated = y * F.silu(z)
     if norm_weight is None:
         out.scaled.copy_(gated)
         return Normed(out.scaled, None, eps)
-    out.scaled.copy_(gated * norm_weight.to(wide))
+    out.scaled.copy_(gated * norm_weight.to(y.dtype))
     normed = y if norm_before_gate else gated
     out.squares[:, :ngroups] = normed.unflatten(1, (ngroups, -1)).square().sum(-1)
     return out.used(ngroups, ngroups, eps)

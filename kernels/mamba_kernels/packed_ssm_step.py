@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from mamba_kernels.backend import backend_for
 from mamba_kernels.checks import check, check_device, check_shape
+from mamba_kernels.decode_layer_torch import gate_and_norm
 from mamba_kernels.decode_norm import NormBuffers, Normed
 from mamba_kernels.packed_state import PackedState
 from mamba_kernels.state_codes import FORMATS, decode, dot
@@ -126,14 +127,10 @@ def packed_ssm_step_ref(
     y = y + (D if D.dim() == 2 else D[:, None]) * x
     y = torch.where(live[:, None, None], y, 0.0).flatten(1)
 
-    gated = y * F.silu(z) if gate else y
-    if norm_weight is None:
-        out.scaled.copy_(gated)
+    if not gate:
+        out.scaled.copy_(y)
         return Normed(out.scaled, None, eps)
-    out.scaled.copy_(gated * norm_weight.to(wide))
-    normed = y if norm_before_gate else gated
-    out.squares[:, :ngroups] = normed.unflatten(1, (ngroups, -1)).square().sum(-1)
-    return out.used(ngroups, ngroups, eps)
+    return gate_and_norm(y, z, norm_weight, eps, out, ngroups, norm_before_gate)
 
 
 def _advance(
