@@ -98,6 +98,7 @@ def _prepare_kernel(
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + batch).to(tl.int64)
         if slot < 0:
+            wait_for_previous(PDL)  # else a batch of padding alone would let later kernels start too early
             return
     i = tl.arange(0, BLOCK_H)
     i_in = inside(i, HEADS_PER_GROUP, BLOCK_H)
