@@ -115,7 +115,7 @@ def test_help_fits_the_terminal_and_cuts_nothing(capfd, monkeypatch, arguments, 
         (["generate", "--no-such"], "no such option: --no-such", "mamba2 generate"),
         (["generate", "--seed"], "'--seed'", "mamba2 generate"),
         (["generate", "extra"], "extra", "mamba2 generate"),
-        (["convert", "a", "b", "--to", "c"], "invalid value for '--to': 'c' is not one of", "mamba2 convert"),
+        (["convert", "a", "b"], "missing option '--to', one of state-spaces, hf, fla", "mamba2 convert"),
     ],
 )
 def test_wrong_usage_is_two_lines_and_status_2(capfd, arguments, message, where):
@@ -125,6 +125,25 @@ def test_wrong_usage_is_two_lines_and_status_2(capfd, arguments, message, where)
     assert first.startswith("error: ") and message in first
     assert second == f"hint: see {where} --help"
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "expected"),
+    [
+        ("convert", "--to", "gg'uf", "one of state-spaces, hf, fla"),
+        ("generate", "--top-k", "1.5", "a whole number"),
+        ("generate", "--seed", "9" * 5000, "a whole number of fewer digits"),
+        ("generate", "--temperature", "warm", "a number"),
+        ("generate", "--max-new-tokens", "-1", "a number from 0"),
+        ("bench", "--repetitions", "0", "a number from 1"),
+        ("quantize-state", "--seed", "2147483648", "a number up to 2147483647"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have_is_said_in_the_form_of_all_errors(
+    capfd, command, option, value, expected
+):
+    assert app.main([command, option, value]) == 2
+    assert capfd.readouterr().err.splitlines()[0] == f"error: {option}: expected {expected}, got {value}"
 
 
 def test_a_failure_is_its_message_and_its_hint(probe):

@@ -248,7 +248,7 @@ def test_a_target_that_is_met_widens_nothing(run):
             ("--target-ppl-increase", "1%", "--sensitivity-tokens", "0"),
             "error: --sensitivity-tokens: expected some",
         ),
-        (("--window", "0"), "error: invalid value for '--window'"),
+        (("--window", "0"), "error: --window: expected a number from 1, got 0"),
     ],
 )
 def test_wrong_usage_is_told_in_one_line(run, arguments, message):

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
+import re
 import signal
 import sys
 import traceback
@@ -23,6 +24,15 @@ from mamba_commands import output
 
 # Typer carries its own Click, whose usage error has no public name of its own.
 UsageError: Any = typer.BadParameter.__base__
+
+NOT_ONE_OF = re.compile(r"""(['"])(?P<value>.*)\1 is not one of (?P<choices>'.*')""")
+EXPECTED_NUMBERS = {
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number of fewer digits",
+    "float_parsing": "a number",
+    "greater_than_equal": "a number from {ge}",
+    "less_than_equal": "a number up to {le}",
+}
 
 
 class Command(NamedTuple):
@@ -164,10 +174,27 @@ def _report(error: Exception, named: Command | None) -> int:
 def _usage_message(error: Any) -> str:
     if isinstance(error, typer.BadParameter) and error.param is None:
         return error.message  # raised by a command, in the form of all messages
-    # Typer begins with a capital, spreads choices over several lines, and may end with a full stop; it passes
-    # on that a "Value error" was one.
-    message = " ".join(error.format_message().split()).removesuffix(".").replace(": Value error, ", ": ", 1)
+    if found := _refused_value(error):
+        expected, value = found
+        return f"{max(error.param.opts, key=len)}: expected {expected}, got {value}"
+    # Typer begins with a capital, spreads choices over several lines, and may end with a full stop.
+    message = " ".join(error.format_message().split()).removesuffix(".").replace(". Choose from:", ", one of")
     return message[:1].lower() + message[1:]
+
+
+def _refused_value(error: Any) -> tuple[str, str] | None:
+    """Return what an option wanted and what it was given; None where Typer does not say.
+
+    A choice is in the message; of numbers Typer hands on what pydantic, which it checks them with, found
+    (a ValidationError, https://docs.pydantic.dev/latest/errors/validation_errors), and shows no value.
+    """
+    if choice := NOT_ONE_OF.search(str(error)):
+        return "one of " + choice["choices"].replace("'", ""), choice["value"]
+    if not hasattr(error.__cause__, "errors"):
+        return None
+    found = error.__cause__.errors()[0]
+    expected = EXPECTED_NUMBERS.get(found["type"])
+    return expected and (expected.format(**found.get("ctx", {})), found["input"])
 
 
 def _say_warnings_in_one_line() -> None:
