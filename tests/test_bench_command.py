@@ -126,8 +126,8 @@ def test_every_published_shape_can_be_named():
             "--batch-sizes: expected numbers from 1 with commas between, got 1,0",
         ),
         (
-            (MODEL, "--prompt-lengths", ""),
-            "--prompt-lengths: expected numbers from 1 with commas between, got ",
+            (MODEL, "--prompt-lengths", "5,"),
+            "--prompt-lengths: expected numbers from 1 with commas between, got 5,",
         ),
         ((MODEL, "--generate", "8,x"), "--generate: expected numbers from 0 with commas between, got 8,x"),
     ],

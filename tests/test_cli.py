@@ -1,5 +1,6 @@
 """The frame of the command line: help, exit statuses, closed pipes, interrupts, one-line failures."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -127,6 +128,7 @@ def test_wrong_usage_is_two_lines_and_status_2(capfd, arguments, message, where)
     assert out == ""
 
 
+@pytest.mark.skipif(importlib.util.find_spec("typer._coercion") is None, reason="Typer shows values itself")
 @pytest.mark.parametrize(
     ("command", "option", "value", "expected"),
     [
@@ -144,6 +146,29 @@ def test_a_value_that_an_option_cannot_have_is_said_in_the_form_of_all_errors(
 ):
     assert app.main([command, option, value]) == 2
     assert capfd.readouterr().err.splitlines()[0] == f"error: {option}: expected {expected}, got {value}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["quantize-state", "demo", "--calibrate", ""], "--calibrate"),
+        (["quantize-state", "demo", "--output="], "--output"),
+        (["quantize-state", "demo", "-o", ""], "--output"),
+        (["generate", "-p", "", "-m", ""], "--model"),
+        (["inspect", "--json", ""], "MODEL"),
+        (["convert", "demo", "", "--to", "hf"], "DST"),
+    ],
+)
+def test_an_empty_name_is_not_taken_for_the_current_folder(capfd, arguments, what):
+    assert app.main(arguments) == 2
+    assert capfd.readouterr().err.splitlines()[0] == f"error: {what}: expected a value, got an empty one"
+
+
+def test_a_text_may_be_empty_and_may_look_like_an_empty_value(probe):
+    def function(prompt: str = "x", stop: str = "x") -> None:
+        print(repr([prompt, stop]))
+
+    assert probe(function, "--prompt", "", "--stop", "--prompt=") == (0, "['', '--prompt=']\n", "")
 
 
 def test_a_failure_is_its_message_and_its_hint(probe):

@@ -18,12 +18,16 @@ from types import FrameType
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand
 
 from mamba_cli.errors import Mamba2Error
 from mamba_commands import output
 
 # Typer carries its own Click, whose usage error has no public name of its own.
 UsageError: Any = typer.BadParameter.__base__
+
+# Parameters of which nothing at all is a value: no text to begin with, no formats beside the chosen one.
+MAY_BE_EMPTY = ("prompt", "compare")
 
 NOT_ONE_OF = re.compile(r"""(['"])(?P<value>.*)\1 is not one of (?P<choices>'.*')""")
 EXPECTED_NUMBERS = {
@@ -33,6 +37,20 @@ EXPECTED_NUMBERS = {
     "greater_than_equal": "a number from {ge}",
     "less_than_equal": "a number up to {le}",
 }
+
+
+class NoEmptyValues(TyperCommand):
+    """A command that refuses an empty value, which an unset variable of a shell leaves.
+
+    As the name of a file or a model it would be the current folder.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        values, *_ = self.make_parser(ctx).parse_args(args=list(args))
+        for parameter in self.get_params(ctx):
+            if values.get(parameter.name) == "" and parameter.name not in MAY_BE_EMPTY:
+                raise typer.BadParameter(f"{_spelling(parameter)}: expected a value, got an empty one")
+        return super().parse_args(ctx, args)
 
 
 class Command(NamedTuple):
@@ -124,7 +142,7 @@ def _app(named: Command | None) -> typer.Typer:
     app.callback()(_root)
     for command in COMMANDS:
         function = command.load() if command is named else _not_imported
-        app.command(command.name, short_help=command.summary)(function)
+        app.command(command.name, cls=NoEmptyValues, short_help=command.summary)(function)
     return app
 
 
@@ -176,10 +194,16 @@ def _usage_message(error: Any) -> str:
         return error.message  # raised by a command, in the form of all messages
     if found := _refused_value(error):
         expected, value = found
-        return f"{max(error.param.opts, key=len)}: expected {expected}, got {value}"
+        return f"{_spelling(error.param)}: expected {expected}, got {value}"
     # Typer begins with a capital, spreads choices over several lines, and may end with a full stop.
     message = " ".join(error.format_message().split()).removesuffix(".").replace(". Choose from:", ", one of")
     return message[:1].lower() + message[1:]
+
+
+def _spelling(parameter: Any) -> str:
+    """Return what a user writes for an option, or reads for an argument."""
+    is_option = parameter.param_type_name == "option"
+    return max(parameter.opts, key=len) if is_option else parameter.metavar
 
 
 def _refused_value(error: Any) -> tuple[str, str] | None:
