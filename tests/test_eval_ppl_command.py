@@ -257,6 +257,27 @@ def test_wrong_usage_exits_2_with_one_line(run, text, arguments):
     assert err.startswith("error: ") and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        (
+            "int9",
+            "expected a dtype (float32, bfloat16, float16, float64), a format of the state (fp32, bf16, "
+            "fp16, int8, fp8, int4) or a model (a folder or owner/name), got int9",
+        ),
+        (
+            "int8:nerest",
+            "expected after int8 nearest, stochastic, a window from 1 to 64, outer or uniform, got ",
+        ),
+        ("no/such/folder", "or a model (a folder or owner/name), got no/such/folder"),
+    ],
+)
+def test_a_reference_that_is_nothing_known_is_refused_with_what_is_known(run, reference, message):
+    status, out, err = run("no-such-text.txt", "--reference", reference)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: --reference: ") and message in err
+
+
 @pytest.mark.parametrize(("name", "magic"), [("a.png", b"\x89PNG"), ("b.svg", b"<?xml")])
 def test_a_plot_is_written_whole(run, text, tmp_path, name, magic):
     pytest.importorskip("matplotlib")

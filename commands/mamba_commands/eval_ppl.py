@@ -146,6 +146,7 @@ def eval_ppl(
         raise typer.BadParameter(f"--stride: expected at most the window's {window} tokens, got {stride}")
     windows_at_once = _parse_batch_size(batch_size)
     check_state_dtype(state_dtype)
+    _check_reference(reference)
 
     from mamba_cli.perplexity.compare import compare
     from mamba_cli.perplexity.distributed import join_processes
@@ -231,6 +232,27 @@ def _parse_batch_size(value: str) -> int | None:
     if not value.isdecimal() or int(value) < 1:
         raise typer.BadParameter(f"--batch-size: expected auto or a number from 1, got {value}")
     return int(value)
+
+
+def _check_reference(reference: str | None) -> None:
+    """Refuse, as wrong usage, what is no dtype, no format of a state and no name that a model can have."""
+    if reference is None:
+        return
+    from mamba_cli.hub import EMBEDDED, REPO_ID
+    from mamba_cli.load import DTYPES
+    from mamba_kernels.packed_state import STATE_DTYPES
+
+    if reference.split(":")[0] in STATE_DTYPES:
+        check_state_dtype(reference, "--reference")
+    elif not (
+        reference in (*DTYPES, EMBEDDED)
+        or REPO_ID.fullmatch(reference)
+        or Path(reference).expanduser().exists()
+    ):
+        raise typer.BadParameter(
+            f"--reference: expected a dtype ({', '.join(DTYPES)}), a format of the state "
+            f"({', '.join(STATE_DTYPES)}) or a model (a folder or owner/name), got {reference}"
+        )
 
 
 def _load_models(
