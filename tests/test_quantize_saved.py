@@ -88,15 +88,47 @@ def test_a_link_out_of_the_source_is_not_followed(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_hidden_folders_stay_behind(tmp_path):
-    source = save(tmp_path)
-    (source / ".git").mkdir()
-    (source / ".git" / "config").write_text("")
-    (source / "templates").mkdir()
-    (source / "templates" / "tool.jinja").write_text("x")
-    assert {name for name in quantize(source, tmp_path / "out").files if "/" in name} == {
-        "templates/tool.jinja"
+def test_only_the_checkpoints_own_files_are_taken_along(tmp_path):
+    source = save(tmp_path, "hf")
+    own = {"LICENSE", "NOTICE.txt", "chat_template.jinja", "tokenizer.model.v3", "modeling_mine.py"}
+    own |= {"additional_chat_templates/tool.jinja"}
+    others = {"optimizer.pt", "training_args.bin", "model.gguf", "consolidated.safetensors", "run.log"}
+    others |= {
+        ".git/config",
+        ".cache/a.json",
+        "original/model.safetensors",
+        "logs/events.txt",
+        ".hidden.json",
     }
+    expected = set(digest(source)) | own | {"state_scales.safetensors"}
+    for name in own | others:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("x")
+    assert set(quantize(source, tmp_path / "out").files) == expected
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {
+        "additional_chat_templates"
+    }
+
+
+def test_shards_are_taken_from_where_the_index_has_them(tmp_path):
+    source = save(tmp_path, "hf")
+    (source / "shards").mkdir()
+    (source / "model.safetensors").rename(source / "shards" / "first.safetensors")
+    names = load_file(source / "shards" / "first.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "shards/first.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    (source / "shards" / "optimizer.pt").write_text("x")
+    written = quantize(source, tmp_path / "out")
+    assert {"model.safetensors.index.json", "shards/first.safetensors"} <= set(written.files)
+    assert "shards/optimizer.pt" not in written.files
+    assert written.linked == (source / "shards" / "first.safetensors").stat().st_size
+
+
+def test_weights_of_the_other_kind_are_taken_along_for_tools_that_read_no_others(tmp_path):
+    source = save(tmp_path)
+    state = torch.load(source / "pytorch_model.bin")
+    save_file({name: tensor.clone() for name, tensor in state.items()}, source / "model.safetensors")
+    assert {"pytorch_model.bin", "model.safetensors"} <= set(quantize(source, tmp_path / "out").files)
 
 
 def test_transformers_loads_the_folder_as_the_plain_model(tmp_path):

@@ -134,7 +134,8 @@ def quantize_state(
     how that grows with the position: growth 0 is none, 0.5 noise that adds up, 1 drift.
 
     -o writes the same weights (linked or copied) with the choice in the configuration, which generate,
-    eval-ppl and bench then follow, and other tools do not see.
+    eval-ppl and bench then follow, and other tools do not see. Tokenizer, templates, code, README and
+    licence are taken along; optimizer states, other folders and hidden files are not.
     """
     if recipe and state_dtype:
         raise typer.BadParameter("--recipe: expected no --state-dtype beside it, got both")

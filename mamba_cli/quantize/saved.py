@@ -8,7 +8,7 @@ import filecmp
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,16 @@ from mamba_cli.formats import get_format
 from mamba_cli.publish import check_destination, new_folder
 from mamba_cli.quantize.section import describe, read_section, state_heads, write_section
 from mamba_cli.state_format import StateFormat
-from mamba_cli.storage import open_tensors
+from mamba_cli.storage import open_tensors, weight_files, weights_entry
+from mamba_cli.tokenizer import TOKENIZER_FILES
 
-# Files that are linked where the file system can: large, and written once.
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+# What is taken of a folder beside the weights that are read: the same in the other kind of file, which
+# another tool may prefer; configuration, tokenizer, templates and code; and words about the model.
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
+OTHER_FILES = (
+    "*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "*.md", "*.txt", *TOKENIZER_FILES,
+    "additional_chat_templates/*.jinja", "README*", "LICEN[CS]E*", "NOTICE*", "COPYING*",
+)  # fmt: skip
 LARGEST_RECIPE = 16 << 20
 
 
@@ -142,17 +148,19 @@ def write_quantized(
 ) -> Written:
     """Write the folder `destination`: the checkpoint's own files, the section and the scales.
 
-    Weights are hard links to the source's files where the file system allows, else copies; every other
-    file is a copy, and nothing refers to the source by its name. The folder appears when it is complete
+    Its own are the weights and what OTHER_FILES fits: no subfolders of other things, nothing that training
+    left there. Weights are hard links to the source's files where the file system allows, else copies; every
+    other file is a copy, and nothing refers to the source by its name. The folder appears when it is complete
     and was read back as the same model.
     """
     check_destination(destination, checkpoint.folder, overwrite)
     linked = copied = 0
     with new_folder(destination) as folder:
-        for name, source in _own_files(checkpoint.folder):
-            target = folder / name
+        for name, is_weights in _own_files(checkpoint.folder):
+            # A hard link to a link is no file.
+            source, target = inside(checkpoint.folder, str(name)).resolve(), folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            if name.suffix in WEIGHT_SUFFIXES and _link(source, target):
+            if is_weights and _link(source, target):
                 linked += target.stat().st_size
             else:
                 _copy(source, target)
@@ -186,16 +194,19 @@ def _put_format(format_name: str, folder: Path, format: StateFormat, scales: Sca
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _own_files(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the files of a checkpoint, by name and by real place; hidden ones, and what we write, are not."""
-    replaced = {Path(STATE_SECTION_FILE), Path(STATE_SCALES_FILE)}
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            relative = (Path(root) / name).relative_to(folder)
-            real = inside(folder, str(relative)).resolve()  # a hard link to a link is no file
-            if not name.startswith(".") and relative not in replaced and real.is_file():
-                yield relative, real
+def _own_files(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the names of a checkpoint's files, and whether they are weights, which are large and stay."""
+    read = {path.relative_to(folder) for path in (weights_entry(folder), *weight_files(folder))}
+    weights = {path for path in read if path.suffix != ".json"} | _matching(folder, WEIGHT_FILES)
+    written_anew = {Path(STATE_SECTION_FILE), Path(STATE_SCALES_FILE)}
+    for name in sorted((read | weights | _matching(folder, OTHER_FILES)) - written_anew):
+        yield name, name in weights
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> set[Path]:
+    """Return the names of the files, none of them hidden, that the patterns fit."""
+    found = {path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)}
+    return {name for name in found if not name.name.startswith(".") and (folder / name).is_file()}
 
 
 def _link(source: Path, target: Path) -> bool:
