@@ -81,7 +81,7 @@ def parse_state_spec(text: str) -> StateSpec:
             name, value = word, True
         else:
             expected = f"{', '.join(ROUNDINGS)}, a window from 1 to {LARGEST_WINDOW}, outer or uniform"
-            raise Mamba2Error(f"state-dtype: expected after {dtype} {expected}, got {word!r}", HINT)
+            raise Mamba2Error(f"state-dtype: expected {expected} after {dtype}:, got {word!r}", HINT)
         if name in found:
             raise Mamba2Error(f"state-dtype: expected one {name}, got two in {text}", HINT)
         found[name] = value

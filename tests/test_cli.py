@@ -323,3 +323,25 @@ def test_help_of_every_option_has_a_text():
         assert subcommand.help
         for parameter in subcommand.params:
             assert parameter.help, f"{command.name}: {parameter.name}"
+
+
+def options_by_command() -> dict[str, list]:
+    apps = ((command.name, typer.main.get_command(app._app(command))) for command in app.COMMANDS)
+    return {name: group.commands[name].params for name, group in apps}
+
+
+@pytest.mark.parametrize("option", ["--json", "--quiet", "--verbose", "--revision", "--device", "--backend"])
+def test_an_option_that_several_commands_have_is_the_same_in_each(option):
+    found = [
+        (one.opts, one.metavar, one.help, one.default)
+        for options in options_by_command().values()
+        for one in options
+        if option in one.opts
+    ]
+    assert len(found) > 1 and all(other == found[0] for other in found)
+
+
+def test_every_option_names_its_value_in_one_word():
+    for command, options in options_by_command().items():
+        for option in options:
+            assert option.metavar or option.is_flag, f"{command} {option.name}"

@@ -267,7 +267,7 @@ def test_wrong_usage_exits_2_with_one_line(run, text, arguments):
         ),
         (
             "int8:nerest",
-            "expected after int8 nearest, stochastic, a window from 1 to 64, outer or uniform, got ",
+            "expected nearest, stochastic, a window from 1 to 64, outer or uniform after int8:, got 'nerest'",
         ),
         ("no/such/folder", "or a model (a folder or owner/name), got no/such/folder"),
     ],

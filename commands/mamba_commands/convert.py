@@ -5,16 +5,25 @@ from typing import Annotated, Literal
 
 import typer
 
+from mamba_commands.options import JsonOption, QuietOption, RevisionOption
 from mamba_commands.output import Output
 
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder, repo id, or demo.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
-    to: Annotated[Literal["state-spaces", "hf", "fla"], typer.Option("--to", help="Format to write.")],
+    to: Annotated[
+        Literal["state-spaces", "hf", "fla"],
+        typer.Option("--to", metavar="FORMAT", help="Format to write: state-spaces, hf or fla."),
+    ],
     dtype: Annotated[
         Literal["keep", "float32", "bfloat16", "float16"],
-        typer.Option(help="Of the weights. A_log, D and dt_bias are never narrowed."),
+        typer.Option(
+            metavar="DTYPE",
+            show_default=False,
+            help="Of the weights: float32, bfloat16, float16, or keep (default). A_log, D and dt_bias are "
+            "never narrowed.",
+        ),
     ] = "keep",
     safetensors: Annotated[
         bool | None,
@@ -40,9 +49,9 @@ def convert(
         bool, typer.Option("--overwrite", help="Replace DST, once the new one is complete.")
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the logits of both, too.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only data and errors.")] = False,
+    revision: RevisionOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Write a checkpoint in another format. Prints the folder that was written.
 

@@ -64,10 +64,10 @@ StateDtypeOption = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        help="How SSM states are kept: fp32, bf16, fp16, int8, fp8 or int4. Words may follow, with colons "
-        "between: nearest or stochastic, a number of tokens N to rewrite the state only every N tokens, "
-        "outer, uniform; as int8:nearest:1. Without any, the recommended. Default: what the model says, or "
-        "fp32.",
+        help="How SSM states are kept: fp32, bf16, fp16, int8, fp8 or int4, by the recommended recipe. After "
+        "a colon each: stochastic or nearest, tokens between two writes, outer (column scales, in a model "
+        "that quantize-state wrote), uniform (all heads alike), as int8:nearest:1. Default: what the model "
+        "says, or fp32.",
     ),
 ]
 
