@@ -82,7 +82,7 @@ def decode(
 
     logits: (batch, vocab_rows), those after the prompt; `state` may be updated in place.
     """
-    if lm.captures_steps:
+    if lm.captures:
         decoder = captured_decoder(lm, state, params, vocab_size)
         yield from decoder.tokens(logits, state, prompt_ids, numbers)
         return

@@ -4,20 +4,24 @@ import torch
 
 from mamba_cli.config import ModelConfig
 from mamba_cli.fused_step import starts_early
+from mamba_cli.mamba1 import Mamba1Mixer
 from mamba_cli.model import Model
 from mamba_cli.state import State, wide_dtype
 from mamba_kernels.decode_layer import MANY_ROWS, embed_step, in_proj_step, lm_head_step, out_proj_step
 from mamba_kernels.decode_mamba1 import mamba1_ssm_step, x_proj_step
-from mamba_kernels.decode_norm import NormBuffers
+from mamba_kernels.decode_norm import NormBuffers, Normed
+from mamba_kernels.packed_selective_update import packed_selective_update
+from mamba_kernels.packed_state import PackedState, advance_positions
 
 
 class FusedStepMamba1:
     """Reads one token a sequence, into buffers that are made once for a batch size.
 
     The same function as `Model.step` followed by the head, for the configurations that `serves` names.
+    packed: whether the states are; the library then multiplies by dt_proj.
     """
 
-    def __init__(self, model: Model, batch: int):
+    def __init__(self, model: Model, batch: int, packed: bool = False):
         config, weight = model.config, model.embedding
         dtype, device = weight.dtype, weight.device
         many = batch >= MANY_ROWS
@@ -34,7 +38,9 @@ class FusedStepMamba1:
             self.hidden = NormBuffers.empty(batch, config.d_model, scaled_dtype, device)
         self.residual = buffer(config.d_model, wide_dtype(dtype) if config.residual_in_fp32 else dtype)
         self.xz = buffer(config.in_proj_dim)
-        self.dtBC = buffer(config.dt_rank + 2 * config.d_state, dtype if many else wide_dtype(dtype))
+        self.dtBC = buffer(
+            config.dt_rank + 2 * config.d_state, dtype if many or packed else wide_dtype(dtype)
+        )
         self.gated = buffer(config.d_inner)
         # Where the library writes its products.
         self.dt = buffer(config.d_inner) if many else None
@@ -72,19 +78,7 @@ class FusedStepMamba1:
                     pdl=self.pdl and conv_state is memory.conv,  # else a kernel has just written it
                 )
             x_proj_step(self.xz[:, : config.d_inner], mixer.x_proj.weight, self.dtBC, pdl=self.pdl)
-            gated = mamba1_ssm_step(
-                self.xz,
-                self.dtBC,
-                memory.ssm,
-                mixer.dt_proj.weight,
-                mixer.dt_bias,
-                mixer.A,
-                mixer.D,
-                self.gated,
-                norm_eps=config.bcdt_norm_eps,
-                dt=self.dt,
-                pdl=self.pdl,
-            )
+            gated = self._advance(mixer, memory.ssm)
             normed = out_proj_step(
                 gated,
                 mixer.out_proj.weight,
@@ -97,5 +91,27 @@ class FusedStepMamba1:
                 pdl=self.pdl,
             )
         lm_head_step(normed, model.head.weight, self.logits, pdl=self.pdl)
+        advance_positions(state.packed)
         state.seqlen += 1
         return self.logits
+
+    def _advance(self, mixer: Mamba1Mixer, ssm: torch.Tensor | PackedState) -> Normed:
+        """Read the token in self.xz and self.dtBC into `ssm`; return the gated output."""
+        if isinstance(ssm, PackedState):
+            x, z = self.xz.chunk(2, 1)
+            dt, B, C = mixer.dt_B_C(self.dtBC)
+            y = packed_selective_update(ssm, x, dt, mixer.A, B, C, mixer.D, z, mixer.dt_bias, True)
+            return Normed(y, None, 0.0)
+        return mamba1_ssm_step(
+            self.xz,
+            self.dtBC,
+            ssm,
+            mixer.dt_proj.weight,
+            mixer.dt_bias,
+            mixer.A,
+            mixer.D,
+            self.gated,
+            norm_eps=mixer.config.bcdt_norm_eps,
+            dt=self.dt,
+            pdl=self.pdl,
+        )

@@ -110,10 +110,13 @@ class LanguageModel:
         return PLAIN_NAMES[self.ssm_dtype or wide_dtype(self.dtype)]
 
     @property
-    def captures_steps(self) -> bool:
-        """Whether steps go into CUDA graphs. Torch's forms of a packed step wait for the device."""
-        in_torch = self.backend == "torch" or self.config.layer == "Mamba1"
-        return self.device.type == "cuda" and not (in_torch and self.state_format is not None)
+    def captures(self) -> bool:
+        """Whether prompts and steps go into CUDA graphs. A packed state waits for the device in torch.
+
+        Torch looks up which heads fold; the kernels find it in the state's position on the device.
+        """
+        in_torch = self.backend == "torch" and self.state_format is not None
+        return self.device.type == "cuda" and not in_torch
 
     def half_lives(self) -> list[torch.Tensor | None]:
         """Return for each layer how long its states last (see state_format.half_lives); None: attention."""
@@ -168,7 +171,7 @@ class LanguageModel:
         On a GPU the first call on a state captures a CUDA graph, which all later ones replay.
         """
         token_ids = token_ids.to(self.device)
-        if not self.captures_steps:
+        if not self.captures:
             return self.logits(self._run(self.model.step, token_ids, state))
         if state.graph is None:
             state.graph = self._run(StepGraph, self.model, state)
@@ -206,9 +209,7 @@ class LanguageModel:
 
     def _forget_graphs(self) -> None:
         self.decoder: Any = None  # what mamba_cli.decoding keeps from one text to the next
-        # Packing a state between prefill and step is not captured.
-        captures = self.device.type == "cuda" and self.state_format is None
-        self._prefill = PrefillGraphs(self.model) if captures else self.model.prefill
+        self._prefill = PrefillGraphs(self.model) if self.captures else self.model.prefill
 
     def _run(self, function, *arguments) -> torch.Tensor:
         with use_backend(self.backend):

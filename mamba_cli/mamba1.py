@@ -85,8 +85,12 @@ class Mamba1Mixer:
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return dt (..., d_inner) before its bias, B and C (..., d_state) of x (..., d_inner)."""
+        return self.dt_B_C(self.x_proj(x))
+
+    def dt_B_C(self, dtBC: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same of what x_proj has made of x, dtBC (..., dt_rank + 2 * d_state)."""
         config = self.config
-        dt, B, C = self.x_proj(x).split((config.dt_rank, config.d_state, config.d_state), -1)
+        dt, B, C = dtBC.split((config.dt_rank, config.d_state, config.d_state), -1)
         if config.bcdt_norm_eps is not None:
             dt, B, C = (_weightless_norm(part, config.bcdt_norm_eps) for part in (dt, B, C))
         return self.dt_proj(dt), B, C

@@ -24,10 +24,10 @@ def step_function(model: Model, state: State) -> Step:
 
     The step serves all states that are kept as `state` is.
     """
-    # A packed state of Mamba-1 is advanced by the general step.
-    for fused in (FusedStep,) if state.packed else (FusedStep, FusedStepMamba1):
-        if fused.serves(model.config):
-            return fused(model, state.batch)
+    if FusedStep.serves(model.config):
+        return FusedStep(model, state.batch)
+    if FusedStepMamba1.serves(model.config):
+        return FusedStepMamba1(model, state.batch, packed=bool(state.packed))
     return lambda token_ids, state: model.head(model.step(token_ids, state))
 
 

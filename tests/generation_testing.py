@@ -77,7 +77,7 @@ class StubModel:
     device = torch.device("cpu")
     dtype = torch.float32
     state_dtype = "fp32"
-    captures_steps = False
+    captures = False
     backend = "torch"
     name = "stub"
 

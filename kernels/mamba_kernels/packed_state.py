@@ -13,7 +13,7 @@ Heads may be kept in different formats, see `state_codes`.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 
@@ -303,17 +303,31 @@ def empty_packed_state(
     )
 
 
-@lru_cache(maxsize=1024)
+@cache
 def head_table(format: LayerFormat, headdim: int, d_state: int, device: torch.device) -> torch.Tensor:
     """(nheads, 2) int32: each head's index in STATE_DTYPES, and where its codes begin in units of 16 bytes.
 
-    Made once, as a kernel reads it while a CUDA graph is captured.
+    Made once, as a CUDA graph cannot make it, and kept for good, as the graph goes on reading it.
     """
     rows = {}
     for group in format.groups(headdim, d_state):
         for index, head in enumerate(group.heads):
             rows[head] = (STATE_DTYPES.index(group.dtype), (group.begin + index * group.size) // ALIGNMENT)
     return torch.tensor([rows[head] for head in sorted(rows)], dtype=torch.int32, device=device)
+
+
+@cache
+def heads_by_format(format: LayerFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many heads each of STATE_DTYPES has, and the heads in the order of their codes; int32.
+
+    Made once, as `head_table` is.
+    """
+    counts = [format.heads.count(dtype) for dtype in STATE_DTYPES]
+    order = [head for dtype in STATE_DTYPES for head, own in enumerate(format.heads) if own == dtype]
+    return (
+        torch.tensor(counts, dtype=torch.int32, device=device),
+        torch.tensor(order, dtype=torch.int32, device=device),
+    )
 
 
 def advance_positions(states: Sequence[PackedState], state_batch_indices: torch.Tensor | None = None) -> None:
