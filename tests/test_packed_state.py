@@ -78,7 +78,7 @@ def test_a_step_far_below_the_quantum_still_gets_through(dtype):
     state = torch.full((20000, 1, 16), 0.5)
     state[..., 0] = 1.0
     coarse = rounded(state[:1], dtype)[0, 0, 1]
-    push = {"fp16": 2.0**-22, "fp8": 2.0**-12}.get(dtype, 1e-4)
+    push = {"fp16": 2.0**-22, "fp8": 2.0**-12, "int4": 2e-3}.get(dtype, 1e-4)
     near = torch.full_like(state, 1.0)
     near[..., 1:] = coarse + push
     found = rounded(near, dtype, keys_of(20000)).double()[..., 1:]

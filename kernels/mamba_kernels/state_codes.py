@@ -7,9 +7,14 @@ scale, its largest magnitude divided by the format's; rows below 2^-100 througho
 
 Rounding is to nearest, ties to even, or stochastic: up with the probability of the part that is lost, so
 right on average (Gupta et al. 2015, https://arxiv.org/abs/1502.02551, section 3), from 16 random bits. These
-come from a hash of a key and of the number's place, so that a kernel on any device, and this file, round the
+come from a hash of a key and of the word's place, so that a kernel on any device, and this file, round the
 same float32 numbers to the same bytes. Nothing here depends on how a compiler fuses products and sums: of
 two roundings in a row, one is always exact, or guarded by `mul_rn` in the kernel.
+
+Integers go up with the probability of their fraction after this has been rounded to nearest at 2^-14, so
+that they are off by at most 2^-15 of a step on average; floats by at most 2^-17 (bf16 and fp16 by nothing).
+Up to four numbers of a word share the 32 bits of a hash, a byte of which is the high one of each: the errors
+of two of them have a covariance of at most 2^-10 of a step squared, the variance of one being up to 2^-2.
 """
 
 from dataclasses import dataclass
@@ -73,11 +78,10 @@ def encode(
     scales = None
     if kind.largest is not None:
         amax = state.abs().amax(-1)
-        largest = torch.full_like(amax, kind.largest)  # divisions by a number become products on a GPU
         kept = amax >= SMALLEST_ROW
-        scales = torch.where(kept, amax / largest, 0.0)
-        inverse = torch.where(kept, largest / amax, 0.0)
-        state = torch.where(kept[..., None], state * inverse[..., None], 0.0)
+        scales = torch.where(kept, amax * (1 / kind.largest), 0.0)
+        inverse = torch.where(kept, torch.full_like(amax, kind.largest) / amax, 0.0)
+        state = state * inverse[..., None]
     words = kind.words(state.shape[-1])
     fields = F.pad(state, (0, words * kind.per_word - state.shape[-1])).unflatten(-1, (kind.per_word, words))
     noise = None if keys is None else _random16(keys, *fields.shape[1:])
@@ -146,10 +150,17 @@ def first_key(seed: int) -> int:
 
 
 def _integer_codes(fields: torch.Tensor, kind: StateDtype, noise: torch.Tensor | None) -> torch.Tensor:
-    steps = fields.clamp(-kind.largest, kind.largest)
-    if noise is not None:
-        steps = steps + (noise.float() * 2.0**-16 + (2.0**-17 - 0.5))
-    return torch.round(steps).int() & (1 << kind.bits) - 1
+    """Round in fixed point where there is noise: beside 768 = 1.5 * 2^9 float32 has 14 bits of fraction.
+
+    Shifted by two, the fraction has the 16 bits of the noise, and the code lies above it, modulo 256. The
+    largest number of a row may have become `largest` + 2^-17; the sum rounds that off, and as `largest`
+    has no fraction, no noise carries it further.
+    """
+    if noise is None:
+        codes = torch.round(fields.clamp(-kind.largest, kind.largest)).int()
+    else:
+        codes = ((fields + 768.0).view(torch.int32) << 2) + noise >> 16
+    return codes & (1 << kind.bits) - 1
 
 
 def _float_codes(fields: torch.Tensor, kind: StateDtype, noise: torch.Tensor | None) -> torch.Tensor:
@@ -171,11 +182,20 @@ def _float_codes(fields: torch.Tensor, kind: StateDtype, noise: torch.Tensor | N
 
 
 def _random16(keys: torch.Tensor, headdim: int, per_word: int, words: int) -> torch.Tensor:
-    """16 random bits (heads, headdim, per_word, words) in int32: two neighbouring fields share a hash."""
-    shape = (headdim, per_word // 2, words)
-    places = torch.arange(headdim * per_word // 2 * words, dtype=torch.int32, device=keys.device).view(shape)
-    hashes = _mix(keys[:, None, None, None] ^ places)
-    return torch.stack([hashes & 0xFFFF, hashes >> 16 & 0xFFFF], 3).flatten(2, 3)
+    """16 random bits (heads, headdim, per_word, words) in int32.
+
+    Up to four fields of a word share a hash. Each takes two neighbouring bytes of it, the first being the one
+    after the last; of four fields every high byte, which decides almost always, is another.
+    """
+    count = -(-per_word // 4)
+    shape = (headdim, count, words)
+    places = torch.arange(headdim * count * words, dtype=torch.int32, device=keys.device).view(shape)
+    hashes = _mix(keys[:, None, None, None] + places)
+    turned = [
+        hashes >> 8 * byte if byte < 3 else hashes >> 24 & 0xFF | hashes << 8
+        for byte in range(0, 4, 4 * count // per_word)
+    ]
+    return (torch.stack(turned, 3) & 0xFFFF).flatten(2, 3)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,8 @@ def encode(
     """
     FIELDS: tl.constexpr = per_word(KIND)
     LARGEST: tl.constexpr = largest(KIND)
+    HASHES: tl.constexpr = (FIELDS + 3) // 4
+    SHARED: tl.constexpr = FIELDS // HASHES
     scales = tl.zeros_like(p).to(tl.float32)
     if KIND == FP32:
         words = fields[0].to(tl.int32, bitcast=True)
@@ -107,27 +109,26 @@ def encode(
                 top = tl.maximum(top, tl.abs(fields[field]))
             amax = tl.max(top, axis=1)
             kept = amax >= _SMALLEST_ROW
-            scales = tl.where(kept, tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), 0.0)
+            scales = tl.where(kept, amax * (1 / LARGEST), 0.0)
             amax = tl.where(kept, amax, 1.0)
             inverse = tl.where(kept, tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax), 0.0)
-        words = tl.zeros_like(fields[0]).to(tl.int32)
-        place = (p * (FIELDS // 2 * WORDS))[:, None] + w[None, :]
-        hashes = words.to(tl.uint32)
+        place = key + ((p * (HASHES * WORDS))[:, None] + w[None, :]).to(tl.uint32)
+        hashes = place
+        noise = tl.zeros_like(place).to(tl.int32)
+        codes = ()
         for field in tl.static_range(FIELDS):
             if STOCHASTIC:
-                if field % 2 == 0:
-                    hashes = mix(key ^ (place + field // 2 * WORDS).to(tl.uint32))
-                noise = ((hashes & 0xFFFF) if field % 2 == 0 else (hashes >> 16)).to(tl.int32)
-            else:
-                noise = words
+                if field % SHARED == 0:
+                    hashes = mix(place + field // SHARED * WORDS)
+                noise = _noise(hashes, field % SHARED * (4 // SHARED), INTERPRET)
             steps = fields[field]
             if LARGEST > 0:
                 steps = mul_rn(steps, tl.broadcast_to(inverse[:, None], steps.shape), INTERPRET)
-            if KIND == INT8 or KIND == INT4:
-                code = _integer_code(steps, noise, KIND, STOCHASTIC)
+            if is_integer(KIND):
+                codes += (_integer_code(steps, noise, KIND, STOCHASTIC),)
             else:
-                code = _float_code(steps, noise, KIND, STOCHASTIC)
-            words = words | code << (field * (32 // FIELDS))
+                codes += (_float_code(steps, noise, KIND, STOCHASTIC),)
+        words = _word(codes, KIND, STOCHASTIC, INTERPRET)
     return words, scales
 
 
@@ -164,34 +165,95 @@ def _halves(words):
 
 
 @triton.jit
+def _noise(hashes, BYTE: tl.constexpr, INTERPRET: tl.constexpr):
+    """16 random bits in int32: byte BYTE of uint32 hashes and the next; after the last comes the first."""
+    SELECTOR: tl.constexpr = 0x4400 + (BYTE + 1) % 4 * 16 + BYTE
+    return _bytes(hashes, tl.zeros_like(hashes), SELECTOR, INTERPRET).to(tl.int32)
+
+
+@triton.jit
 def _integer_code(steps, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The code, modulo 256, in byte 2 for stochastic rounding, see `state_codes`; in byte 0 for nearest."""
     LARGEST: tl.constexpr = largest(KIND)
-    MASK: tl.constexpr = (1 << 32 // per_word(KIND)) - 1
-    steps = tl.minimum(tl.maximum(steps, -LARGEST), LARGEST)
     if STOCHASTIC:
-        # 1 + noise / 2^16, by its bits.
-        unit = ((noise << 7) | 0x3F800000).to(tl.float32, bitcast=True)
-        steps = steps + (unit + (2.0**-17 - 1.5))
-    # Beside 1.5 * 2^23 float32 has no fraction: the sum is rounded to nearest, and ends in the integer.
-    return (steps + 12582912.0).to(tl.int32, bitcast=True) & MASK
+        return ((steps + 768.0).to(tl.int32, bitcast=True) << 2) + noise
+    else:
+        steps = tl.minimum(tl.maximum(steps, -LARGEST), LARGEST)
+        # Beside 1.5 * 2^23 float32 has no fraction: the sum is rounded to nearest, and ends in the integer.
+        return (steps + 12582912.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _float_code(steps, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The code of 16 bits in the upper half; that of fp8 with its sign in bit 31, the others in 20 to 26."""
     MANTISSA: tl.constexpr = 7 if KIND == BF16 else 10 if KIND == FP16 else 3
     MIN_EXPONENT: tl.constexpr = -126 if KIND == BF16 else -14 if KIND == FP16 else -6
-    LARGEST_CODE: tl.constexpr = 0x7F7F if KIND == BF16 else 0x7BFF if KIND == FP16 else 0x7E
-    BITS: tl.constexpr = 32 // per_word(KIND)
     CUT: tl.constexpr = 23 - MANTISSA
     if KIND != BF16:
         steps = steps * (2.0 ** (-126 - MIN_EXPONENT))
     bits = steps.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
     if not STOCHASTIC:
-        carry = (1 << (CUT - 1)) - 1 + ((magnitude >> CUT) & 1)
+        carry = (1 << (CUT - 1)) - 1 + ((bits >> CUT) & 1)
     elif CUT > 16:
         carry = (noise << (CUT - 16)) + (1 << (CUT - 17))
     else:
         carry = noise >> (16 - CUT)
-    codes = tl.minimum((magnitude + carry) >> CUT, LARGEST_CODE)
-    return codes | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
+    if KIND == FP8:
+        # A row's largest may be 448 + 2^-15, a last bit more: a carry, at most 2^20 - 8, takes it no further.
+        return bits + carry
+    else:
+        LARGEST_CODE: tl.constexpr = 0x7F7F if KIND == BF16 else 0x7BFF
+        magnitude = (bits & 0x7FFFFFFF) + carry
+        magnitude = tl.minimum(magnitude, ((LARGEST_CODE + 1) << CUT) - 1)
+        return (magnitude << (16 - CUT)) | (bits & -2147483648)
+
+
+@triton.jit
+def _word(codes, KIND: tl.constexpr, STOCHASTIC: tl.constexpr, INTERPRET: tl.constexpr):
+    """Put the codes of a word together, each where `_integer_code` or `_float_code` leaves it."""
+    BYTE: tl.constexpr = 2 if STOCHASTIC else 0
+    if KIND == INT8:
+        return _byte_of_each(codes[0], codes[1], codes[2], codes[3], BYTE, INTERPRET)
+    elif KIND == INT4:
+        even = _byte_of_each(codes[0], codes[2], codes[4], codes[6], BYTE, INTERPRET)
+        odd = _byte_of_each(codes[1], codes[3], codes[5], codes[7], BYTE, INTERPRET)
+        return (even & 0x0F0F0F0F) | ((odd << 4) & -252645136)  # 0xF0F0F0F0
+    elif KIND == FP8:
+        # Two codes at a time move up to their signs (0x80008000).
+        even = _bytes(codes[0], codes[2], 0x7632, INTERPRET)
+        odd = _bytes(codes[1], codes[3], 0x7632, INTERPRET)
+        even = (even & -2147450880) | ((even << 4) & 0x7F007F00)
+        odd = (odd & -2147450880) | ((odd << 4) & 0x7F007F00)
+        return _bytes(even, odd, 0x7351, INTERPRET)
+    else:
+        return _bytes(codes[0], codes[1], 0x7632, INTERPRET)
+
+
+@triton.jit
+def _byte_of_each(a, b, c, d, BYTE: tl.constexpr, INTERPRET: tl.constexpr):
+    PAIR: tl.constexpr = (BYTE + 4) * 16 + BYTE
+    return _bytes(_bytes(a, b, PAIR, INTERPRET), _bytes(c, d, PAIR, INTERPRET), 0x5410, INTERPRET)
+
+
+@triton.jit
+def _bytes(a, b, SELECTOR: tl.constexpr, INTERPRET: tl.constexpr):
+    """A word of four bytes of a, which are 0 to 3, and of b, 4 to 7: SELECTOR's hexadecimal digits name them.
+
+    One instruction, which the compilers don't find in shifts and masks.
+    """
+    if INTERPRET:
+        word = tl.zeros_like(a)
+        for byte in tl.static_range(4):
+            source = (SELECTOR >> (4 * byte)) & 7
+            part = a if source < 4 else b
+            word |= ((part >> (source % 4 * 8)) & 0xFF) << (8 * byte)
+        return word
+    else:
+        return tl.inline_asm_elementwise(
+            _permute(SELECTOR), "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=1
+        )
+
+
+@triton.constexpr_function
+def _permute(selector):
+    return f"prmt.b32 $0, $1, $2, {selector};"
