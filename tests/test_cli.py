@@ -191,6 +191,18 @@ def test_an_unexpected_failure_is_one_line_and_how_to_see_more(probe, error, lin
     assert probe(raising(error)) == (1, "", f"{line}\nhint: set MAMBA2_DEBUG=1 for the traceback\n")
 
 
+def test_a_lack_of_memory_says_what_takes_less(probe):
+    import torch
+
+    hint = "hint: fewer sequences at once, shorter ones, or a narrower --dtype take less\n"
+    for error in (MemoryError("no more"), torch.OutOfMemoryError("no more"), MemoryError()):
+        line = "error: memory: expected enough of it, got: no more\n"
+        assert probe(raising(error)) == (1, "", line + hint)
+    status, out, err = probe(lambda: torch.empty(2**60, dtype=torch.uint8) and None)
+    assert (status, out) == (1, "")
+    assert err.startswith("error: memory: expected enough of it, got: ") and err.endswith(hint)
+
+
 def test_a_failure_of_the_file_system_names_the_file(probe):
     assert probe(lambda: open("no/such/file") and None) == (
         1,

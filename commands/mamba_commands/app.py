@@ -182,11 +182,23 @@ def _report(error: Exception, named: Command | None) -> int:
         output.say_error(f"{error.filename}: {error.strerror}")
         return 1
     first_line = next(iter(str(error).splitlines()), "")
+    if _is_lack_of_memory(error):
+        output.say_error(
+            f"memory: expected enough of it, got: {first_line or 'no more'}",
+            "fewer sequences at once, shorter ones, or a narrower --dtype take less",
+        )
+        return 1
     output.say_error(
         f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__,
         "set MAMBA2_DEBUG=1 for the traceback",
     )
     return 1
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    # Not by torch's type, which would have to be imported; and on a CPU torch raises a mere RuntimeError.
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
 
 
 def _usage_message(error: Any) -> str:
