@@ -10,6 +10,8 @@ import torch
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 # Rows and columns of the matrices: large enough to fill the device, done in milliseconds.
 MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
+# On a CPU without instructions for float16 a product in it takes a thousand times as long as in float32.
+CPU_FLOAT16_SIZE = 512
 # Runs between two looks at the clock: on a GPU one is short beside the way to it and back.
 RUNS = {"cuda": 10, "cpu": 1}
 LOOKS = 5
@@ -31,6 +33,8 @@ class Ceilings:
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Measure `device`, with a matmul in `dtype`. Takes about a second and gives its memory back."""
     nbytes, size = COPY_BYTES[device.type], MATMUL_SIZE[device.type]
+    if device.type == "cpu" and dtype == torch.float16:
+        size = min(size, CPU_FLOAT16_SIZE)
     if device.type == "cuda":
         nbytes = min(nbytes, torch.cuda.mem_get_info(device)[0] // 4)  # beside a model that is loaded
     return Ceilings(

@@ -135,6 +135,15 @@ def test_the_best_run_is_the_ceiling_and_the_warm_up_is_not(monkeypatch):
     assert ceilings._seconds(lambda: None, CPU) == 5
 
 
+def test_the_ceiling_of_float16_on_a_cpu_is_measured_in_seconds_not_minutes(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(ceilings, "_matmul_seconds", lambda size, *_: sizes.append(size) or 1.0)
+    monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 2**20)
+    for dtype in (torch.float32, torch.float16):
+        found = measure_ceilings(CPU, dtype)
+    assert sizes == [2048, 512] and "512 x 512 in float16" in found.method
+
+
 def test_figures_are_means_over_the_repetitions_and_shares_of_the_ceilings():
     run = Measurement("decode", 2, 5, 10, (0.5, 0.25), Work(3_000_000, 6_000_000), 1024)
     rates = [40.0, 80.0]
