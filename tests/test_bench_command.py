@@ -123,13 +123,24 @@ def test_every_published_shape_can_be_named():
         ((MODEL, "--json", "--csv"), "--csv: expected no --json beside it, got both"),
         (
             (MODEL, "--batch-sizes", "1,0"),
-            "--batch-sizes: expected numbers from 1 with commas between, got 1,0",
+            "--batch-sizes: expected numbers from 1 to 999999999 with commas between, got 1,0",
         ),
         (
             (MODEL, "--prompt-lengths", "5,"),
-            "--prompt-lengths: expected numbers from 1 with commas between, got 5,",
+            "--prompt-lengths: expected numbers from 1 to 999999999 with commas between, got 5,",
         ),
-        ((MODEL, "--generate", "8,x"), "--generate: expected numbers from 0 with commas between, got 8,x"),
+        (
+            (MODEL, "--batch-sizes", "9" * 5000),
+            f"--batch-sizes: expected numbers from 1 to 999999999 with commas between, got {'9' * 5000}",
+        ),
+        (
+            ("--shape", "130m", "--revision", "v1"),
+            "--revision: expected a MODEL, whose repo it is of, got --shape",
+        ),
+        (
+            (MODEL, "--generate", "8,x"),
+            "--generate: expected numbers from 0 to 999999999 with commas between, got 8,x",
+        ),
     ],
 )
 def test_wrong_usage_is_refused_before_a_model_is_loaded(capfd, arguments, message):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+DIGITS = 9  # of a count that somebody may mean
+
 
 class Significant(float):
     """A number that prints with four significant digits and no exponent, for people."""
@@ -95,6 +97,8 @@ def bench(
     if (model is None) == (shape is None):
         given = "both" if model else "neither"
         raise typer.BadParameter(f"MODEL: expected a model or --shape, got {given}")
+    if shape and revision:
+        raise typer.BadParameter("--revision: expected a MODEL, whose repo it is of, got --shape")
     if json and as_csv:
         raise typer.BadParameter("--csv: expected no --json beside it, got both")
     lists = (
@@ -135,9 +139,11 @@ def bench(
 
 def _parse_list(option: str, text: str, least: int = 1) -> list[int]:
     """Return the numbers of `text`, each once, in their order."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= least for part in parts):
-        raise typer.BadParameter(f"{option}: expected numbers from {least} with commas between, got {text}")
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) <= DIGITS and int(part) >= least for part in parts):
+        raise typer.BadParameter(
+            f"{option}: expected numbers from {least} to {10**DIGITS - 1} with commas between, got {text}"
+        )
     return list(dict.fromkeys(map(int, parts)))
 
 
@@ -214,11 +220,11 @@ def _number(value: float | None, unit: int = 1) -> "Significant | str":
 
 def _print_notes(run: Row, ceilings: "Ceilings", out: Output) -> None:
     limits = _document(ceilings)
+    repetitions = "1 repetition" if run["repetitions"] == 1 else f"{run['repetitions']} repetitions"
     threads = "" if run["threads"] is None else f", threads: {run['threads']}"
     out.note(
         f"{run['model']}: {run['backend']} on {run['device']} ({run['device_name']}{threads}) in "
-        f"{run['dtype']}, state in {run['state_dtype']}, {run['repetitions']} repetitions after a discarded "
-        "run"
+        f"{run['dtype']}, state in {run['state_dtype']}, {repetitions} after a discarded run"
     )
     out.note(
         f"ceilings, {limits['method']}: {Significant(limits['gb_per_second'])} GB/s, "
