@@ -94,6 +94,24 @@ def test_without_an_output_it_only_reports(run, tmp_path):
         assert len({len(row) for row in table}) == 1
 
 
+def test_a_short_text_is_warned_of_also_when_quiet(run, text):
+    assert "warning: 89 tokens are few: " in run("-q")[2]
+    Path(text).write_text(" ".join(map(str, IDS * 12)))
+    assert run("-q", "--compare", "")[2] == ""
+
+
+def test_a_text_with_nothing_to_predict_is_named(run, text):
+    Path(text).write_text("7")
+    status, out, err = run()
+    assert (status, out) == (1, "")
+    assert err.startswith(f"error: {text}: expected at least 2 tokens, ")
+
+
+def test_formats_to_compare_may_have_spaces_between(run):
+    found = strict(run("--json", "--compare", " bf16, int4,")[1])
+    assert [one["name"] for one in found["formats"]] == ["fp32", "bf16", "int4", "int8"]
+
+
 def test_json_holds_the_whole_report(run):
     status, out, err = run("--json", "--state-dtype", "int4:nearest:2:uniform")
     assert status == 0, err
@@ -248,6 +266,7 @@ def test_a_target_that_is_met_widens_nothing(run):
             ("--target-ppl-increase", "1%", "--sensitivity-tokens", "0"),
             "error: --sensitivity-tokens: expected some",
         ),
+        (("--overwrite",), "error: --overwrite: expected --output OUT beside it, got none"),
         (("--window", "0"), "error: --window: expected a number from 1, got 0"),
     ],
 )

@@ -28,6 +28,8 @@ BUILT_IN = "built-in text"
 DEFAULT_COMPARE = "fp32,bf16,int8,fp8,int4"
 # Tokens of the text that are read, unless told otherwise: a minute's worth for a small model.
 MAX_TOKENS = {"cpu": 4096, "cuda": 32768}
+# Fewer say little of a head that remembers hundreds of tokens.
+FEW_TOKENS = 1000
 
 
 def quantize_state(
@@ -142,7 +144,9 @@ def quantize_state(
     target = None if target_ppl_increase is None else _parse_percent(target_ppl_increase)
     if target is not None and not sensitivity_tokens:
         raise typer.BadParameter("--sensitivity-tokens: expected some with --target-ppl-increase, got 0")
-    specs = [*dict.fromkeys(filter(None, compare.split(",")))]
+    if overwrite and output is None:
+        raise typer.BadParameter("--overwrite: expected --output OUT beside it, got none")
+    specs = [*dict.fromkeys(filter(None, map(str.strip, compare.split(","))))]
     out = Output(quiet)
 
     from mamba_cli import load_model
@@ -175,7 +179,10 @@ def quantize_state(
     )
     lm = load("float32" if dtype == "auto" else dtype)
     text, plan = _plan(lm, calibrate, field, max_tokens, window)
-    out.note(f"{text}: {plan.predictions} tokens, each read once in fp32 and once in each format")
+    tokens = "1 token" if plan.predictions == 1 else f"{plan.predictions} tokens"
+    out.note(f"{text}: {tokens}, each read once in fp32 and once in each format")
+    if plan.predictions < FEW_TOKENS:
+        out.warning(f"{tokens} are few: what is chosen and measured on them may not hold for other texts")
     request = Request(state_dtype or "int8", given, target, sensitivity_tokens, seed)
     choice = choose(lm, plan, request, out.progress)
     beside = formats_beside(lm, choice, specs, seed)
@@ -229,5 +236,5 @@ def _plan(
     limit = max_tokens or MAX_TOKENS[lm.device.type]
     encoded = encode_documents(texts, lm.tokenizer, None, lm.config.vocab_size, limit)
     if (tokens := sum(len(document.ids) for document in encoded)) < 2:
-        raise Mamba2Error(f"text: expected at least 2 tokens, one to read and one to predict, got {tokens}")
+        raise Mamba2Error(f"{name}: expected at least 2 tokens, one to read and one to predict, got {tokens}")
     return name, make_plan(encoded, lm.tokenizer, "step", window)
