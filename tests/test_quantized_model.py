@@ -9,11 +9,14 @@ import torch
 
 from mamba_cli.decoding import decode
 from mamba_cli.fused_step import FusedStep
+from mamba_cli.fused_step_mamba1 import FusedStepMamba1
 from mamba_cli.load import load_model, random_model
 from mamba_cli.sampling import SamplingParams, UniformNumbers
 from mamba_cli.state import AttentionState
+from mamba_cli.step_graph import step_function
 from mamba_commands.app import main
 from mamba_kernels.backend import use_backend
+from mamba_kernels.decode_layer import MANY_ROWS
 from model_testing import BASE, VARIANTS, make, variant
 from test_model import distance, ids_for
 
@@ -79,6 +82,24 @@ def test_the_fused_step_is_the_general_step_on_a_packed_state(name, backend, dev
         logits = lm.step_(ids[:, t], state)
         with use_backend(backend), torch.inference_mode():
             assert distance(fused(ids[:, t], fused_state), logits) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["mamba1", "falcon_mamba"])
+@pytest.mark.parametrize("batch", [2, MANY_ROWS])
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_the_fused_step_of_mamba1_is_the_general_step_on_a_packed_state(name, batch, dtype, near, device):
+    config = dataclasses.replace(CONFIGS[name], n_layer=1)
+    lm = random_model(config, device=device.type, dtype=dtype, backend="torch").with_state("int8:3")
+    ids = ids_for(config, batch, length=12).to(device)
+    _, state = lm.prefill(ids[:, :5])
+    fused_state = state.clone()
+    fused = step_function(lm.model, fused_state)
+    assert isinstance(fused, FusedStepMamba1)
+    for t in range(5, 12):
+        logits = lm.step_(ids[:, t], state)
+        with use_backend("torch"), torch.inference_mode():
+            assert distance(fused(ids[:, t], fused_state), logits) < near
+    assert fused_state.packed[0].position.tolist() == [12] * batch
 
 
 @pytest.mark.parametrize("name", ["everything", "no_gated_norm"])
