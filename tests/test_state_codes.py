@@ -61,6 +61,12 @@ def encode_alike(state, dtype, keys):
     return words, scales
 
 
+def codes_of(state, dtype, keys):
+    """What `state`, over the scale of its row, is rounded to."""
+    words, scales = encode(state, dtype, keys)
+    return decode(words, None if scales is None else torch.ones_like(scales), dtype, state.shape[-1])
+
+
 def keys_of(heads, device="cpu"):
     heads = torch.arange(heads, device=device)
     return rounding_keys(0, torch.zeros_like(heads), heads)
@@ -111,11 +117,7 @@ def test_numbers_are_rounded_up_as_often_as_their_fraction_says(dtype, number, s
     exact = sign * (number + fraction * step)
     state = torch.full((rows, 1, 129), exact)
     state[..., -1] = largest = FORMATS[dtype].largest or 1.0
-    words, scales = encode(state, dtype, keys_of(rows))
-    scales = (
-        None if scales is None else torch.ones_like(scales)
-    )  # the row's, without the rounding of 1 / largest
-    found = decode(words, scales, dtype, 129)
+    found = codes_of(state, dtype, keys_of(rows))
     assert (found[..., -1] == largest).all()
     found = found[..., :-1].double()
     assert ((found == sign * number) | (found == sign * (number + step))).all()
@@ -134,9 +136,7 @@ def test_the_errors_of_numbers_in_one_word_do_not_go_together(dtype, alike):
     state = torch.zeros(rows, 1, d_state) + {"fp8": 20.0, "fp16": 1.0, "bf16": 1.0}.get(dtype, 2.0)
     state = state + fraction * step
     state[..., 0] = FORMATS[dtype].largest or 1.0
-    codes, scales = encode(state, dtype, keys_of(rows))
-    scales = None if scales is None else torch.ones_like(scales)
-    errors = ((decode(codes, scales, dtype, d_state) - state) / step).double()
+    errors = ((codes_of(state, dtype, keys_of(rows)) - state) / step).double()
     errors = errors.unflatten(-1, (per_word, words))[..., 1:].transpose(-1, -2).reshape(-1, per_word)
     covariance = torch.cov(errors.T)
     variance = covariance.diagonal().mean()
@@ -151,26 +151,21 @@ def test_the_largest_of_a_row_stays_what_it_is_whatever_the_random_numbers(devic
     kind, heads = FORMATS[dtype], 4096
     columns = min(4, kind.per_word)  # those of the first hash
     random = generator()
-    amax = (torch.rand(heads, 1, 1, generator=random) + 1) * torch.logspace(-90, 90, heads, 2.0)[
-        :, None, None
-    ]
+    amax = (torch.rand(heads, generator=random) + 1) * torch.logspace(-90, 90, heads, 2.0)
+    amax = amax[:, None, None]
     assert (amax * (torch.full_like(amax, kind.largest) / amax) > kind.largest).any()
     state = torch.zeros(heads, 1, kind.per_word)
     state[..., :columns] = amax * (torch.randint(0, 2, (heads, 1, columns), generator=random) * 2 - 1)
     keys = torch.full((heads,), key_of_hash(0xFFFFFFFF), dtype=torch.int32)
-    words, scales = encode(state, dtype, keys)
-    found = decode(words, torch.ones_like(scales), dtype, kind.per_word)
-    assert torch.equal(found, state.sign() * kind.largest)
-    some = slice(None, None, 512)
-    ours, _ = encode_in_triton(state[some].to(device), dtype, keys[some].to(device))
-    assert torch.equal(ours.cpu(), words[some])
+    assert torch.equal(codes_of(state, dtype, keys), state.sign() * kind.largest)
+    encode_alike(state[::512].to(device), dtype, keys[::512].to(device))
 
 
 def test_the_key_of_a_hash_gives_that_hash():
     """Of 16 ones, a fraction of 2^-14 is carried; of zeros, none but a whole step is."""
-    for hash, expected in ((0xFFFFFFFF, 1), (0, 0)):
+    for wanted, expected in ((0xFFFFFFFF, 1), (0, 0)):
         state = torch.tensor([[[127.0, 2**-14, 2**-14, 2**-14]]])
-        words, _ = encode(state, "int8", torch.tensor([key_of_hash(hash)], dtype=torch.int32))
+        words, _ = encode(state, "int8", torch.tensor([key_of_hash(wanted)], dtype=torch.int32))
         assert words.view(torch.int8).flatten().tolist() == [127, expected, expected, expected]
 
 
