@@ -172,6 +172,20 @@ def test_without_a_seed_texts_differ_and_the_seed_that_is_printed_repeats_them(r
     assert json.loads(run(*arguments, "--seed", str(one["seed"]))[1])["text"] == one["text"]
 
 
+@pytest.mark.parametrize(("terminal", "written"), [(True, " liked\n"), (False, " liked")])
+def test_an_interrupted_text_ends_its_line_on_a_terminal(run, monkeypatch, terminal, written):
+    def interrupted(*arguments, **options):
+        yield SimpleNamespace(text=" liked")
+        raise KeyboardInterrupt
+
+    stdout = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr("mamba_cli.generation.generate", interrupted)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        assert run("--prompt", PROMPT)[0] == 130
+    assert stdout.getvalue() == written
+
+
 def test_stops_end_the_text(run):
     arguments = ("--prompt", PROMPT, "--stop", "sea", "--stop", "🙂")
     assert run(*arguments)[1] == " liked the \n"

@@ -25,7 +25,7 @@ from mamba_commands.options import (
     check_state_dtype,
     choose_model,
 )
-from mamba_commands.output import Output
+from mamba_commands.output import Output, is_terminal
 
 if TYPE_CHECKING:
     from mamba_cli.generation import Generation
@@ -116,7 +116,7 @@ def generate(
     streaming = num_samples == 1 and not json
     if streaming and echo:
         out.data(text, end="")
-    for event in generation.generate(
+    events = generation.generate(
         lm,
         _prompt_ids(text, lm.tokenizer),
         params,
@@ -125,11 +125,17 @@ def generate(
         ignore_eos=ignore_eos,
         num_samples=num_samples,
         seed=seed,
-    ):
-        if isinstance(event, generation.Generation):
-            result = event
-        elif streaming:
-            out.data(event.text, end="")
+    )
+    try:
+        for event in events:
+            if isinstance(event, generation.Generation):
+                result = event
+            elif streaming:
+                out.data(event.text, end="")
+    except KeyboardInterrupt:
+        if streaming and is_terminal(sys.stdout):
+            out.data("")  # so that the shell's prompt does not continue the text
+        raise
 
     prefix = text if echo else ""
     if json:
