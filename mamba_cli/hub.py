@@ -28,6 +28,8 @@ def embedded_model_path() -> Path:
 def resolve(model: str | Path, revision: str | None = None) -> Path:
     """Return the folder or file of a model: a path, "demo", or a repo id (owner/name), which is fetched."""
     if str(model) == EMBEDDED:
+        if revision is not None:
+            raise Mamba2Error(f"revision: expected a repo id to take it of, got the embedded model {model}")
         return embedded_model_path()
     path = Path(model).expanduser()
     if path.exists():
@@ -105,5 +107,5 @@ def _missing(repo: str, revision: str | None, name: str) -> NoReturn:
     raise Mamba2Error(
         f"{name} of {repo}: expected it in a folder of that name, from the hub or in its cache "
         f"{constants.HF_HUB_CACHE}, got none of these",
-        command,
+        f"without HF_HUB_OFFLINE: {command}" if constants.HF_HUB_OFFLINE else command,
     )

@@ -75,14 +75,14 @@ def test_file_that_the_cache_lacks_is_named_with_the_command_that_fetches_it(tmp
     put_in_cache(cache, tmp_path / "hf")
     error = message(REPO)
     assert error.message.startswith(f"{lost} of {REPO}: expected it")
-    assert error.hint == f"hf download {REPO}"
+    assert error.hint == f"without HF_HUB_OFFLINE: hf download {REPO}"
 
 
 def test_repo_that_is_not_cached_names_its_first_file_and_the_command(cache):
     error = message(REPO, "v1.0")
     assert error.message.startswith(f"config.json of {REPO}")
     assert str(cache) in error.message
-    assert error.hint == f"hf download {REPO} --revision v1.0"
+    assert error.hint == f"without HF_HUB_OFFLINE: hf download {REPO} --revision v1.0"
 
 
 def test_index_in_the_cache_cannot_lead_out_of_it(tmp_path, cache):
@@ -106,6 +106,12 @@ def test_folder_comes_before_a_repo_of_its_name(tmp_path, cache, monkeypatch):
 def test_what_can_be_no_repo_id_is_a_missing_folder(tmp_path, cache, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert f"got {name}" in message(name).message
+
+
+def test_a_revision_is_only_a_repos(tmp_path):
+    for model in ("demo", str(tmp_path)):
+        with pytest.raises(Mamba2Error, match="revision: expected a repo id to take it of, got the "):
+            resolve(model, "v1.0")
 
 
 def test_demo_names_the_embedded_model_even_beside_a_folder_of_that_name(tmp_path, monkeypatch):
