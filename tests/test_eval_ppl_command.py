@@ -18,6 +18,7 @@ from generation_testing import save_word_level
 from mamba_commands.app import main
 from model_testing import BASE
 from oracle import oracle_logits
+from quantize_testing import quantize
 
 ROOT = Path(__file__).parent.parent
 IDS = torch.randint(BASE.vocab_size, (70,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -255,6 +256,13 @@ def test_wrong_usage_exits_2_with_one_line(run, text, arguments):
     status, out, err = run(text, *arguments)
     assert (status, out) == (2, "")
     assert err.startswith("error: ") and "Traceback" not in err
+
+
+def test_a_reference_in_another_format_has_the_column_scales_of_the_model(result, text, tmp_path):
+    source = save_model(tmp_path / "plain")
+    quantize(Path(source), tmp_path / "outer", outer=True)
+    found = result(text, "--reference", "int8:outer", "--mode", "step", model=str(tmp_path / "outer"))
+    assert found["reference"]["state_dtype"] == "int8:outer" and found["reference"]["kl_mean"] > 0
 
 
 @pytest.mark.parametrize(

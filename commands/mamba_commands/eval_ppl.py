@@ -284,7 +284,7 @@ def _load_models(
     if reference in DTYPES:
         return lm, load_model(name, device, reference, revision=revision, backend=backend, state_dtype="fp32")
     if reference.split(":")[0] in STATE_DTYPES:
-        return lm, lm.with_state(reference)
+        return lm, lm.with_state(reference, lm.columns)
     return lm, load_model(reference, device, dtype, backend=backend)
 
 
