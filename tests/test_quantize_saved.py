@@ -260,8 +260,9 @@ def test_scales_that_are_missing_or_elsewhere_are_refused(tmp_path):
     quantize(save(tmp_path, "hf"), tmp_path / "out", outer=True)
     path = tmp_path / "out" / "state_scales.safetensors"
     path.rename(tmp_path / "elsewhere.safetensors")
-    with pytest.raises(Mamba2Error, match="got no such file"):
+    with pytest.raises(Mamba2Error, match="got no such file") as caught:
         read_saved(open_checkpoint(tmp_path / "out"))
+    assert caught.value.hint == "--state-dtype fp32 does without; mamba2 quantize-state writes them"
     path.symlink_to(tmp_path / "elsewhere.safetensors")
     with pytest.raises(Mamba2Error, match="expected files inside the folder"):
         read_saved(open_checkpoint(tmp_path / "out"))

@@ -8,6 +8,7 @@ import pytest
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.quantize.saved import read_recipe
 from mamba_cli.quantize.section import read_section, write_heads, write_section
+from mamba_cli.state_format import LARGEST_WINDOW, parse_state_spec
 from model_testing import BASE, hybrid
 from quantize_testing import MAMBA1, quantize, save, some_format
 
@@ -37,6 +38,7 @@ def changed(**changes) -> dict:
     [
         ([], "here: expected an object, got \\[\\]"),
         (changed(version=2), "expected version 1, got 2"),
+        ({"version": 2, "other": "keys"}, "expected version 1, got 2"),
         (changed(version=True), "expected version 1, got True"),
         (changed(version=...), "here version: expected a value, got no such key"),
         (changed(layers=...), "here layers: expected a value, got no such key"),
@@ -103,6 +105,21 @@ def test_a_recipe_is_a_section_in_a_file_or_a_configuration_that_holds_one(tmp_p
     assert read_recipe(recipe, BASE) == (some_format(), True)
     quantize(save(tmp_path, "hf"), tmp_path / "out")
     assert read_recipe(tmp_path / "out" / "config.json", BASE) == (some_format(), False)
+
+
+def test_a_configuration_without_a_section_is_no_recipe(tmp_path):
+    message = r"config\.json: expected a recipe's layers, or the key state_quantization, got neither"
+    with pytest.raises(Mamba2Error, match=message):
+        read_recipe(save(tmp_path, "hf") / "config.json", BASE)
+
+
+def test_a_window_may_be_as_long_as_in_the_words_of_state_dtype():
+    format, _ = read_section(changed(window=LARGEST_WINDOW), BASE, "here")
+    assert format.layers[0].window == parse_state_spec(f"int8:{LARGEST_WINDOW}").window
+    with pytest.raises(Mamba2Error, match=f"window from 1 to {LARGEST_WINDOW}, "):
+        parse_state_spec(f"int8:{LARGEST_WINDOW + 1}")
+    with pytest.raises(Mamba2Error, match=f"window: expected an integer from 1 to {LARGEST_WINDOW}, got"):
+        read_section(changed(window=LARGEST_WINDOW + 1), BASE, "here")
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", "nonsense", "[" * 10000])

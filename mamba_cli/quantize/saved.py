@@ -128,8 +128,9 @@ def read_recipe(path: Path, config: ModelConfig) -> tuple[StateFormat, bool]:
     if file_size(path, "a recipe in JSON") > LARGEST_RECIPE:
         raise Mamba2Error(f"{path}: expected a recipe of at most {LARGEST_RECIPE >> 20} MiB, got more")
     document = read_json(path)
-    # A config.json that holds a section is a recipe as well.
-    if STATE_SECTION in document and "layers" not in document:
+    if "layers" not in document:  # a config.json that holds a section is a recipe as well
+        if STATE_SECTION not in document:
+            raise Mamba2Error(f"{path}: expected a recipe's layers, or the key {STATE_SECTION}, got neither")
         return read_section(document[STATE_SECTION], config, f"{path} {STATE_SECTION}")
     return read_section(document, config, str(path))
 
@@ -246,6 +247,11 @@ def _write_scales(path: Path, scales: Scales) -> None:
 def _read_scales(folder: Path, config: ModelConfig, outer: bool) -> Scales:
     """Return the scales beside a section; what is missing, not known or of another shape is an error."""
     path = inside(folder, STATE_SCALES_FILE)
+    if not path.is_file():
+        raise Mamba2Error(
+            f"{path}: expected the scales that {STATE_SECTION} needs, got no such file",
+            "--state-dtype fp32 does without; mamba2 quantize-state writes them",
+        )
     stored = open_tensors(path)
     heads = state_heads(config)
     shapes = {

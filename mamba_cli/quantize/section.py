@@ -89,12 +89,13 @@ def read_section(section: Any, config: ModelConfig, where: str) -> tuple[StateFo
     says anything else, or does not fit the model.
     """
     check = _Checker(where)
-    section = check.object("", section, KEYS, NEEDED)
-    if section["version"] != VERSION or type(section["version"]) is not int:
+    # The version first: another one may have other keys.
+    version = section.get("version", VERSION) if isinstance(section, dict) else VERSION
+    if version != VERSION or type(version) is not int:
         raise Mamba2Error(
-            f"{where}: expected version {VERSION}, got {section['version']!r:.40}",
-            "a newer mamba2 may read it",
+            f"{where}: expected version {VERSION}, got {version!r:.40}", "a newer mamba2 may read it"
         )
+    section = check.object("", section, KEYS, NEEDED)
     name = section["name"]
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
         check.fail("name", f"a line of up to {LONGEST_NAME} characters", name)
