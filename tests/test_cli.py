@@ -200,7 +200,7 @@ def test_a_lack_of_memory_says_what_takes_less(probe):
         assert probe(raising(error)) == (1, "", line + hint)
     status, out, err = probe(lambda: torch.empty(2**60, dtype=torch.uint8) and None)
     assert (status, out) == (1, "")
-    assert err.startswith("error: memory: expected enough of it, got: ") and err.endswith(hint)
+    assert err.startswith("error: memory: expected enough of it, got: can't allocate ") and err.endswith(hint)
 
 
 def test_a_failure_of_the_file_system_names_the_file(probe):

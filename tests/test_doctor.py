@@ -124,6 +124,18 @@ def test_a_kernel_that_is_wrong_or_fails_is_broken_and_the_status_is_1(capfd, mo
     assert results_of["faulty", "triton"] == "not run"
 
 
+def test_a_sound_installation_is_said_to_be_one_in_one_line(capfd, monkeypatch):
+    with_cases(monkeypatch, WORKING)
+    monkeypatch.setattr(self_test, "why_not_triton", lambda device: "no CUDA device")
+    assert main(["doctor"]) == 0
+    out, err = capfd.readouterr()
+    rows = [line.split("\t") for line in out.split("\n\n")[3].splitlines()[1:]]
+    passed = sum(row[4] == "ok" for row in rows)
+    assert err == f"nothing is broken: {passed} tests passed, {len(rows) - passed} cannot run here\n"
+    assert main(["doctor", "-q"]) == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_verbose_shows_where_a_kernel_failed(capfd, monkeypatch):
     with_cases(monkeypatch, giving(lambda: raise_error(RuntimeError("no ptxas"))))
     assert main(["doctor"]) == 1

@@ -183,8 +183,9 @@ def _report(error: Exception, named: Command | None) -> int:
         return 1
     first_line = next(iter(str(error).splitlines()), "")
     if _is_lack_of_memory(error):
+        found = first_line.rpartition("DefaultCPUAllocator: ")[2] or "no more"
         output.say_error(
-            f"memory: expected enough of it, got: {first_line or 'no more'}",
+            f"memory: expected enough of it, got: {found}",
             "fewer sequences at once, shorter ones, or a narrower --dtype take less",
         )
         return 1

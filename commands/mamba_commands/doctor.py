@@ -64,6 +64,10 @@ def _print(diagnosis: "Diagnosis", out: Output) -> None:
     if diagnosis.broken:
         out.data("")
         out.table(("broken",), [(line,) for line in diagnosis.broken])
+    else:
+        passed = sum(test.result == "ok" for test in diagnosis.tests)
+        others = f", {idle} cannot run here" if (idle := len(diagnosis.tests) - passed) else ""
+        out.note(f"nothing is broken: {passed} tests passed{others}")
 
 
 def _word(value: object) -> object:
