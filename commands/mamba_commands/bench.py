@@ -41,7 +41,7 @@ def bench(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, a file, a repo id of the Hugging Face hub, or demo.",
+            help="A folder, a repo id of the Hugging Face hub, or demo.",
             show_default=False,
         ),
     ] = None,

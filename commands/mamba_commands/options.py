@@ -13,7 +13,7 @@ SUGGESTED_MODEL = "state-spaces/mamba2-130m"
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A folder, a file, a repo id of the Hugging Face hub, or demo."),
+    typer.Argument(metavar="MODEL", help="A folder, a repo id of the Hugging Face hub, or demo."),
 ]
 
 ModelOption = Annotated[
@@ -23,8 +23,8 @@ ModelOption = Annotated[
         "-m",
         metavar="MODEL",
         envvar="MAMBA2_MODEL",
-        help="A folder, a file, or a repo id of the Hugging Face hub. Without one, or with 'demo', "
-        "the small model inside this package.",
+        help="A folder, or a repo id of the Hugging Face hub. Without one, or with 'demo', the small model "
+        "inside this package.",
     ),
 ]
 
