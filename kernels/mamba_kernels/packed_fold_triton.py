@@ -1,109 +1,178 @@
-"""Triton pieces that fold a head's window into its stored state, which is rounded then."""
+"""Triton piece that folds a head's window into its stored state, which is rounded then."""
 
 import triton
 import triton.language as tl
 
-from mamba_kernels.decode_norm_triton import inside, wait_for_previous
-from mamba_kernels.packed_output_triton import finish, load_gate, store_squares
-from mamba_kernels.packed_window_triton import inverse_columns, load_columns, stored_and_window
-from mamba_kernels.state_codes_triton import encode, is_scaled, per_word, rounding_key
-from mamba_kernels.triton_math import softplus
+from mamba_kernels.decode_norm_triton import inside
+from mamba_kernels.packed_window_triton import inverse_columns, load_columns
+from mamba_kernels.state_codes_triton import decode, decoded_unit, encode, is_scaled, per_word
+
+
+@triton.constexpr_function
+def ages_of(window):
+    """Inputs in a product, which takes no fewer than 16."""
+    return max(16, triton.next_power_of_2(window))
+
+
+@triton.jit
+def load_inputs(
+    past_x_ptr, B_ptr, factors_ptr, stride_x, stride_B, now, p, p_in,
+    KIND: tl.constexpr, D_STATE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The window of a head: x (P, AGES), B (AGES, numbers of a row of words), and the factors.
+
+    Pointers are the head's, and the group's; stride_x, stride_B: of the window's places. x is zero in this
+    token's place, `now`, which holds its B already.
+    """
+    FIELDS: tl.constexpr = per_word(KIND)
+    WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
+    BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
+    ring = tl.arange(0, ages_of(WINDOW))
+    ring_in = ring < WINDOW
+    x_ptrs = past_x_ptr + p[:, None] + (ring * stride_x)[None, :]
+    x = tl.load(x_ptrs, mask=p_in[:, None] & (ring_in & (ring != now))[None, :], other=0.0)
+    number = tl.arange(0, FIELDS * BLOCK_W)
+    w = number % BLOCK_W
+    column = number // BLOCK_W * WORDS + w
+    column_in = inside(w, WORDS, BLOCK_W) & inside(column, D_STATE, FIELDS * BLOCK_W)
+    B_ptrs = B_ptr + (ring * stride_B)[:, None] + column[None, :]
+    B = tl.load(B_ptrs, mask=ring_in[:, None] & column_in[None, :], other=0.0)
+    return x, B, tl.load(factors_ptr + ring, mask=ring_in, other=0.0)
 
 
 @triton.jit
 def fold_rows(
-    zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
-    dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
-    seed, dt_min, dt_max, stride_in, stride_scales, stride_x, stride_B, stride_dt, stride_D_head,
-    stride_scaled, stride_squares, tile, head, batch, slot,
-    KIND: tl.constexpr, NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr,
-    HEADS_PER_GROUP: tl.constexpr, WINDOW: tl.constexpr, STOCHASTIC: tl.constexpr, D_P: tl.constexpr,
-    GATE: tl.constexpr, NORM: tl.constexpr, SQUARES: tl.constexpr, FOLD_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    codes, scale, past_x, B, factors, x_now, decay, now, p, p_in, codes_ptr, scales_ptr, columns, key,
+    KIND: tl.constexpr, D_STATE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK_N: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Tile `tile` of FOLD_P rows of a head of format KIND: its codes, at codes_ptr, move on to this token.
+    """Rows p (P,) of a head of format KIND move on to this token, and are rounded:
 
-    The whole state is needed here, so the window is replayed, and C meets the state before it is rounded:
-    nothing is taken from `packed_prepare_triton`. SQUARES: the parts of the sum of squares of a head.
-    """
-    FIELDS: tl.constexpr = per_word(KIND)
-    BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
-    D_SSM: tl.constexpr = NHEADS * HEADDIM
-    BC: tl.constexpr = NHEADS // HEADS_PER_GROUP * D_STATE
-    group = head // HEADS_PER_GROUP
-    w = tl.arange(0, BLOCK_W)
-    p = tile * FOLD_P + tl.arange(0, FOLD_P)
-    p_in = inside(p, HEADDIM, FOLD_P)
-    position = tl.load(position_ptr + slot)
-    A = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
-    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-    D = tl.load(D_ptr + head * stride_D_head + p * D_P, mask=p_in, other=0.0).to(tl.float32)
-    norm_weight = D
-    if NORM != "none":
-        norm_weight = tl.load(norm_weight_ptr + head * HEADDIM + p, mask=p_in, other=0.0)
-    scales_ptr += slot * stride_scales + head * HEADDIM
-    past_x_ptr += slot * stride_x + head * HEADDIM
-    past_B_ptr += slot * stride_B + group * D_STATE
-    past_dt_ptr += slot * stride_dt + head
-    columns = columns_ptr
-    if columns_ptr is not None:
-        columns = columns_ptr + head * D_STATE
+        decay stored + sum over the window of factor_i x_i B_i
 
-    state = stored_and_window(
-        codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, 0.0, A, position,
-        (position + head) % WINDOW, p, p_in, w, KIND, NHEADS, D_STATE, D_SSM, BC, WINDOW, BLOCK_W, BLOCK_AGE,
-    )  # fmt: skip
-
-    wait_for_previous(PDL)
-    row = zxbcdt_ptr + batch * stride_in
-    z_ptr = row + head * HEADDIM
-    B_ptr = row + 2 * D_SSM + group * D_STATE
-    dt = tl.load(row + 2 * D_SSM + 2 * BC + head).to(tl.float32)
-    x_now = tl.load(z_ptr + D_SSM + p, mask=p_in, other=0.0)
-    z = load_gate(z_ptr, p, p_in, GATE)
-    dt = tl.minimum(tl.maximum(softplus(dt + dt_bias), dt_min), dt_max)
-    x = x_now.to(tl.float32)
-    key = rounding_key(seed, position, head)
-    y = D * x
-    y += _fold(
-        state, codes_ptr, scales_ptr, columns, B_ptr, B_ptr + BC, dt * x, tl.exp(A * dt), key, p, p_in, w,
-        KIND, D_STATE, STOCHASTIC, FOLD_P, BLOCK_W, INTERPRET,
-    )  # fmt: skip
-    scaled_ptr += batch * stride_scaled + head * HEADDIM
-    square = finish(y, z, norm_weight, scaled_ptr, p, p_in, GATE, NORM)
-    if NORM != "none":
-        store_squares(squares_ptr + batch * stride_squares + head * SQUARES, tile, square, 1, SQUARES)
-    now = position % WINDOW
-    tl.store(past_x_ptr + now * D_SSM + p, x_now, mask=p_in)
-
-
-@triton.jit
-def _fold(
-    past, codes_ptr, scales_ptr, columns, B_ptr, C_ptr, input, decay, key, p, p_in, w,
-    KIND: tl.constexpr, D_STATE: tl.constexpr, STOCHASTIC: tl.constexpr, FOLD_P: tl.constexpr,
-    BLOCK_W: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Round rows p (FOLD_P,) of a head, h = decay * past + input B, into its codes and scales; return C h.
-
-    past: fields (FOLD_P, BLOCK_W). input: dt x (FOLD_P,). key: of the stochastic rounding.
+    codes, scale: what `load_codes` and `load_scale` have of the rows; past_x, B, factors: `load_inputs`.
+    x_now: this token's x, of place `now`. Pointers are the head's. key: of the stochastic rounding.
     """
     FIELDS: tl.constexpr = per_word(KIND)
     WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS
+    BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
+    ring = tl.arange(0, factors.shape[0])
+    x = tl.where((ring == now)[None, :], x_now[:, None], past_x).to(tl.float32) * factors[None, :]
+    inputs = _split_all((_sum_products(_parts(x, past_x.dtype), _as_result(B, BLOCK_W), INTERPRET),), FIELDS)
+    fields = decode(_as_result(_join_all(codes), BLOCK_W), KIND)
+    scale *= decay * decoded_unit(KIND)
+    w = tl.reshape(_as_result(tl.arange(0, BLOCK_W)[None, :], BLOCK_W), (BLOCK_W,))
     state = ()
     for field in tl.static_range(FIELDS):
-        B = load_columns(B_ptr, w, field, WORDS, D_STATE, BLOCK_W)
-        state += (past[field] * decay + input[:, None] * B[None, :],)
-    products = tl.zeros((FOLD_P, BLOCK_W), tl.float32)
-    rounded = ()
-    for field in tl.static_range(FIELDS):
-        products += state[field] * load_columns(C_ptr, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
-        part = state[field]
+        part = fields[field]
+        if columns is not None and is_scaled(KIND):
+            part *= load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
+        part = part * scale[:, None] + inputs[field]
         if columns is not None and is_scaled(KIND):
             part *= inverse_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
-        rounded += (part,)
-    words, scale = encode(rounded, p, w, key, KIND, WORDS, STOCHASTIC, INTERPRET)
-    word_in = p_in[:, None] & inside(w, WORDS, BLOCK_W)[None, :]
-    tl.store(codes_ptr + (p * WORDS)[:, None] + w[None, :], words, mask=word_in)
+        state += (part,)
+    words, scale = encode(state, p, w, key, KIND, WORDS, STOCHASTIC, INTERPRET)
+    _store_words(codes_ptr + p * WORDS, _as_loaded(words, BLOCK_W), p_in, WORDS, BLOCK_W)
     if is_scaled(KIND):
         tl.store(scales_ptr + p, scale, mask=p_in)
-    return tl.sum(products, axis=1)
+
+
+@triton.jit
+def _join_all(tiles):
+    """Tiles of neighbouring words (P, W), as many as a power of two, as one."""
+    if len(tiles) == 1:
+        return tiles[0]
+    else:
+        pairs = ()
+        for i in tl.static_range(len(tiles) // 2):
+            pairs += (_join(tiles[2 * i], tiles[2 * i + 1]),)
+        return _join_all(pairs)
+
+
+@triton.jit
+def _store_words(row_ptrs, words, p_in, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Write rows of words (P, BLOCK_W), where they divide into 16 so that 4 lanes write a row."""
+    if WORDS < BLOCK_W or WORDS <= 16:
+        w = tl.arange(0, BLOCK_W)
+        mask = p_in[:, None] & inside(w, WORDS, BLOCK_W)[None, :]
+        tl.store(row_ptrs[:, None] + w[None, :], words, mask=mask)
+    else:
+        HALF: tl.constexpr = WORDS // 2
+        first, second = _split(words)
+        _store_words(row_ptrs, first, p_in, HALF, HALF)
+        _store_words(row_ptrs + HALF, second, p_in, HALF, HALF)
+
+
+@triton.jit
+def _join(first, second):
+    """Rows (P, W) and (P, W) as rows (P, 2 W)."""
+    P: tl.constexpr = first.shape[0]
+    return tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (P, 2 * first.shape[1]))
+
+
+@triton.jit
+def _split(words):
+    """The inverse of `_join`."""
+    P: tl.constexpr = words.shape[0]
+    return tl.split(tl.permute(tl.reshape(words, (P, 2, words.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _split_all(tiles, COUNT: tl.constexpr):
+    """One tile as COUNT tiles of neighbouring columns, a power of two."""
+    if len(tiles) == COUNT:
+        return tiles
+    else:
+        halves = ()
+        for i in tl.static_range(len(tiles)):
+            first, second = _split(tiles[i])
+            halves += (first, second)
+        return _split_all(halves, COUNT)
+
+
+@triton.jit
+def _as_result(numbers, WORDS: tl.constexpr):
+    """Columns of (P, N) in the order in which the 4 lanes of a row have them of a product's result.
+
+    That is two neighbours of each lane at a time, where a lane has loaded 4. WORDS: of a row, in which the
+    columns are.
+    """
+    P: tl.constexpr = numbers.shape[0]
+    N: tl.constexpr = numbers.shape[1]
+    if WORDS >= 16:
+        numbers = tl.permute(tl.reshape(numbers, (P, N // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(numbers, (P, N))
+
+
+@triton.jit
+def _as_loaded(words, WORDS: tl.constexpr):
+    """The inverse of `_as_result`."""
+    P: tl.constexpr = words.shape[0]
+    if WORDS >= 16:
+        words = tl.permute(tl.reshape(words, (P, WORDS // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(words, (P, WORDS))
+
+
+@triton.jit
+def _parts(x, element: tl.constexpr):
+    """float32 x as what is multiplied on the tensor cores by bfloat16: a sum of three, the smallest first."""
+    if element == tl.bfloat16:
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        return (rest - middle.to(tl.float32)).to(tl.bfloat16), middle, high
+    else:
+        return (x,)
+
+
+@triton.jit
+def _sum_products(parts, B, INTERPRET: tl.constexpr):
+    """x B in float32, of the `_parts` of x (P, AGES) and B (AGES, W)."""
+    sums = tl.zeros((parts[0].shape[0], B.shape[1]), tl.float32)
+    for part in tl.static_range(len(parts)):
+        x = parts[part]
+        if B.dtype == tl.bfloat16 and not INTERPRET:
+            sums = tl.dot(x, B, sums)
+        else:
+            sums = tl.dot(x.to(tl.float32), B.to(tl.float32), sums, input_precision="ieee")
+    return sums

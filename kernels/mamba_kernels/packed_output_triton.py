@@ -16,10 +16,15 @@ def load_gate(z_ptr, p, p_in, GATE: tl.constexpr):
 
 
 @triton.jit
-def finish(y, z, norm_weight, scaled_ptr, p, p_in, GATE: tl.constexpr, NORM: tl.constexpr):
-    """Gate rows p of y (P,) and write them, times the norm's weight; return their sum of squares (1,).
+def finish(
+    y, z, norm_weight, scaled_ptr, squares_ptr, squares, tile, p, p_in,
+    GATE: tl.constexpr, NORM: tl.constexpr, COUNT: tl.constexpr, SQUARES: tl.constexpr,
+):  # fmt: skip
+    """Gate rows p of y (P,) and write them, times the norm's weight, and their sum of squares.
 
-    NORM: "none", "gate_first" or "norm_first".
+    NORM: "none", "gate_first" or "norm_first". scaled_ptr is the head's, as are the SQUARES parts of its sum
+    of squares, from `squares` on: tiles of two sizes write them, at different tokens, this one the first of
+    its COUNT parts, and zero as the others.
     """
     gated = y
     if GATE:
@@ -27,18 +32,9 @@ def finish(y, z, norm_weight, scaled_ptr, p, p_in, GATE: tl.constexpr, NORM: tl.
     scaled = gated
     if NORM != "none":
         scaled = gated * norm_weight.to(tl.float32)
+        normed = y if NORM == "norm_first" else gated
+        square = tl.sum(tl.where(p_in, normed * normed, 0.0), axis=0)
+        i = tl.arange(0, COUNT)
+        part = tile * COUNT + i
+        tl.store(squares_ptr + squares + part, tl.where(i == 0, square, 0.0), mask=part < SQUARES)
     tl.store(scaled_ptr + p, scaled.to(scaled_ptr.dtype.element_ty), mask=p_in)
-    normed = y if NORM == "norm_first" else gated
-    return tl.sum(tl.where(p_in, normed * normed, 0.0), axis=0, keep_dims=True)
-
-
-@triton.jit
-def store_squares(squares_ptr, tile, square, COUNT: tl.constexpr, SQUARES: tl.constexpr):
-    """Store square (1,) as the first of a tile's COUNT parts of a head's SQUARES, zero as the others.
-
-    Tiles of two sizes write a head's parts, at different tokens; the parts are those of the smaller.
-    """
-    i = tl.arange(0, COUNT)
-    part = tile * COUNT + i
-    squares = tl.where(i == 0, tl.broadcast_to(square, (COUNT,)), 0.0)
-    tl.store(squares_ptr + part, squares, mask=part < SQUARES)

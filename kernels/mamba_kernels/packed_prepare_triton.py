@@ -3,7 +3,8 @@
 The step reads a head's rows in many programs. What does not depend on the row is made here once:
 
     decay[head] = exp(A (dt now + sum of the window's))
-    weight[head, i] = exp(A (dt after i)) dt_i (C B_i), i a place of the window's ring, or this token's
+    factor[head, i] = exp(A (dt after i)) dt_i, i a place of the window's ring, this token's among them
+    weight[head, i] = factor[head, i] (C B_i)
 
 with dt after i the sum of the dt of later inputs, of this token's too; and C in the parts that codes are
 multiplied by as they were loaded, see `packed_products_triton`. This token's dt and B go into the window.
@@ -16,27 +17,36 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wait_for_previous
-from mamba_kernels.packed_products_triton import CHUNK, LARGEST, PARTS, SMALLEST, is_among, word_at
+from mamba_kernels.packed_products_triton import (
+    CHUNK,
+    LARGEST,
+    PARTS,
+    SMALLEST,
+    is_among,
+)
 from mamba_kernels.packed_state import PackedState
 from mamba_kernels.state_codes import FORMATS, STATE_DTYPES
-from mamba_kernels.state_codes_triton import FP16, INT4, INT8
+from mamba_kernels.state_codes_triton import BF16, FP8, FP16, INT4, INT8
 from mamba_kernels.triton_math import softplus
 
 
 class Common(NamedTuple):
     """What a step's two kernels hand over.
 
-    weights: (slots, nheads, 1 + window) float32, the decay first, the window in its ring's order.
+    weights: (slots, nheads, 2 + 2 * window) float32, the decay, this token's weight, the weights of the
+    window in its ring's order, 0 in this token's place, and the factors.
     parts: (slots, ngroups, 3, PARTS, bytes of an int8 row) int8, C as an integer in 4 parts of 7 bits, the
     lowest first, for int8 codes, for the lower and for the upper halves of int4 codes.
-    halves: (slots, ngroups, PARTS, d_state) float16, C in 3 parts, the largest first, each a multiple of
-    2^-11 of the unit of the one before.
+    halves: (slots, ngroups, 2, PARTS, d_state) float16, C in 3 parts, the largest first, each a multiple of
+    2^-11 of the unit of the one before, for fp16 codes and for fp8 codes.
+    bfloats: (slots, ngroups, PARTS, d_state) bfloat16, C as a sum of 3 parts, for bf16 codes.
     unit: (slots, ngroups, 2) float32, what parts and halves are multiples of.
     """
 
     weights: torch.Tensor
     parts: torch.Tensor
     halves: torch.Tensor
+    bfloats: torch.Tensor
     unit: torch.Tensor
 
 
@@ -54,9 +64,10 @@ def _empty_common(packed: PackedState) -> Common:
     ngroups, d_state = packed.B.shape[2:]
     device = packed.codes.device
     return Common(
-        torch.empty(slots, nheads, 1 + window, device=device),
+        torch.empty(slots, nheads, 2 + 2 * window, device=device),
         torch.empty(slots, ngroups, 3, PARTS.value, -(-d_state // 4) * 4, dtype=torch.int8, device=device),
-        torch.empty(slots, ngroups, PARTS.value, d_state, dtype=torch.float16, device=device),
+        torch.empty(slots, ngroups, 2, PARTS.value, d_state, dtype=torch.float16, device=device),
+        torch.empty(slots, ngroups, PARTS.value, d_state, dtype=torch.bfloat16, device=device),
         torch.empty(slots, ngroups, 2, device=device),
     )
 
@@ -67,9 +78,9 @@ def multiplied_as_loaded(packed: PackedState) -> int:
     Their rows are whole chunks, and no columns have factors: the same C serves all heads of a group.
     """
     bits = 0
-    for dtype in ("int8", "int4", "fp16"):
+    for dtype in ("int8", "int4", "fp8", "fp16", "bf16"):
         row = packed.d_state * FORMATS[dtype].bits // 8
-        if packed.columns is None and dtype in packed.format.heads and row % CHUNK == 0:
+        if packed.columns is None and dtype in packed.format.heads and row % CHUNK.value == 0:
             bits |= 1 << STATE_DTYPES.index(dtype)
     return bits
 
@@ -77,7 +88,7 @@ def multiplied_as_loaded(packed: PackedState) -> int:
 @triton.jit
 def _prepare_kernel(
     zxbcdt_ptr, past_B_ptr, past_dt_ptr, position_ptr, slots_ptr, dt_bias_ptr, A_log_ptr,
-    weights_ptr, parts_ptr, halves_ptr, unit_ptr,
+    weights_ptr, parts_ptr, halves_ptr, bfloats_ptr, unit_ptr,
     dt_min, dt_max, stride_in, stride_B, stride_dt,
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr,
@@ -111,7 +122,7 @@ def _prepare_kernel(
     count = (position + head) % WINDOW
     past_B_ptr += slot * stride_B + group * D_STATE
     past_dt_ptr += slot * stride_dt
-    weights_ptr += (slot * NHEADS + head) * (1 + WINDOW)
+    weights_ptr += (slot * NHEADS + head) * (2 + 2 * WINDOW)
     now = position % WINDOW
     # The window, the newest first: all of B, so that it is read once for all heads, dt where a head's stored
     # state lacks the input, and dt of the input after each, whose sums are the dt after.
@@ -136,11 +147,14 @@ def _prepare_kernel(
     C = tl.load(C_ptr + n, mask=n_in, other=0.0).to(tl.float32)
     dt = tl.minimum(tl.maximum(softplus(dt + dt_bias), dt_min), dt_max)
     since = dt[None, :] + tl.cumsum(newer_dt, axis=0)
-    weight = (
-        past_dt * tl.exp(A[None, :] * since) * tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)[:, None]
-    )
-    tl.store(weights_ptr[None, :] + 1 + ring[:, None], weight, mask=past[:, None] & i_in[None, :])
-    tl.store(weights_ptr + 1 + now, dt * tl.sum(B_now.to(tl.float32) * C, axis=0), mask=i_in)
+    factor = past_dt * tl.exp(A[None, :] * since)
+    weight = factor * tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)[:, None]
+    ring_in = past[:, None] & i_in[None, :]
+    tl.store(weights_ptr[None, :] + 2 + ring[:, None], weight, mask=ring_in)
+    tl.store(weights_ptr[None, :] + (2 + WINDOW) + ring[:, None], factor, mask=ring_in)
+    tl.store(weights_ptr + 2 + now, tl.zeros_like(dt), mask=i_in)
+    tl.store(weights_ptr + (2 + WINDOW) + now, dt, mask=i_in)
+    tl.store(weights_ptr + 1, dt * tl.sum(B_now.to(tl.float32) * C, axis=0), mask=i_in)
     tl.store(weights_ptr, tl.exp(A * (dt + tl.sum(past_dt, axis=0))), mask=i_in)
     # This token's place in the window is one that no head still reads.
     tl.store(past_dt_ptr + now * NHEADS + head, dt, mask=i_in)
@@ -158,13 +172,19 @@ def _prepare_kernel(
         if is_among(INT4, AS_LOADED):
             _store_parts(parts_ptr + PARTS * ROW, C_ptr, unit, 0, 2, D_STATE, ROW, BLOCK_N // 2)
             _store_parts(parts_ptr + 2 * PARTS * ROW, C_ptr, unit, 1, 2, D_STATE, ROW, BLOCK_N // 2)
-    if is_among(FP16, AS_LOADED):
+    group_row = slot * GROUPS + group
+    if is_among(FP16, AS_LOADED) or is_among(FP8, AS_LOADED):
         # A power of two: its multiples are exact, and the first part holds the whole of a 16-bit C, but for
         # what is too small beside the largest to count in float32.
         power = (top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         tl.store(unit_ptr + 1, power)
-        halves_ptr += (slot * GROUPS + group) * (PARTS * D_STATE)
-        _store_halves(halves_ptr, C_ptr, power, D_STATE, BLOCK_N)
+        halves_ptr += group_row * (2 * PARTS * D_STATE)
+        if is_among(FP16, AS_LOADED):
+            _store_floats(halves_ptr, C_ptr, power, 2048.0, 2, D_STATE, BLOCK_N)
+        if is_among(FP8, AS_LOADED):
+            _store_floats(halves_ptr + PARTS * D_STATE, C_ptr, power, 2048.0, 4, D_STATE, BLOCK_N)
+    if is_among(BF16, AS_LOADED):
+        _store_floats(bfloats_ptr + group_row * (PARTS * D_STATE), C_ptr, 1.0, 1.0, 2, D_STATE, BLOCK_N)
 
 
 @triton.jit
@@ -172,11 +192,10 @@ def _store_parts(
     parts_ptr, C_ptr, unit, half: tl.constexpr, HALVES: tl.constexpr, D_STATE: tl.constexpr,
     ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """C of the columns with codes in part `half` of HALVES of each byte of a row, in `as_operand`'s order."""
+    """C of the columns with codes in part `half` of HALVES of each byte of a row, in the bytes' order."""
     WORDS: tl.constexpr = D_STATE // (4 * HALVES)
     place = tl.arange(0, BLOCK)
-    word = word_at(place, 4)
-    column = (place % 4 * HALVES + half) * WORDS + word
+    column = (place % 4 * HALVES + half) * WORDS + place // 4
     place_in = place < 4 * WORDS
     C = tl.load(C_ptr + column, mask=place_in, other=0.0).to(tl.float32)
     whole = (C / unit).to(tl.int32)
@@ -188,18 +207,25 @@ def _store_parts(
 
 
 @triton.jit
-def _store_halves(halves_ptr, C_ptr, unit, D_STATE: tl.constexpr, BLOCK: tl.constexpr):
-    """C in `unit` as a sum of three float16, in `as_operand`'s order."""
+def _store_floats(
+    parts_ptr, C_ptr, unit, NEXT: tl.constexpr, FIELDS: tl.constexpr, D_STATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """C in `unit` as a sum of three numbers of 16 bits, each in 1 / NEXT of the one before.
+
+    In `as_operand`'s order, for codes with FIELDS in a word that are multiplied as numbers of 16 bits.
+    """
     place = tl.arange(0, BLOCK)
-    word = word_at(place, 2)
+    number = place
     place_in = place < D_STATE
-    C = tl.load(C_ptr + place % 2 * (D_STATE // 2) + word, mask=place_in, other=0.0).to(tl.float32) / unit
-    halves_ptr += place
+    column = number % FIELDS * (D_STATE // FIELDS) + number // FIELDS
+    C = tl.load(C_ptr + column, mask=place_in, other=0.0).to(tl.float32) / unit
+    parts_ptr += place
     for part in tl.static_range(PARTS):
-        half = C.to(tl.float16)
-        tl.store(halves_ptr + part * D_STATE, half, mask=place_in)
-        # What the 11 bits of a float16 leave of float32's 24, in 2^-11 of the unit before.
-        C = (C - half.to(tl.float32)) * 2048.0 if part < 2 else C * 0.0
+        value = C.to(parts_ptr.dtype.element_ty)
+        tl.store(parts_ptr + part * D_STATE, value, mask=place_in)
+        # What the bits of the one before leave of float32's 24.
+        C = (C - value.to(tl.float32)) * NEXT if part < 2 else C * 0.0
 
 
 def launch_prepare(

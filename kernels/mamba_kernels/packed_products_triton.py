@@ -1,22 +1,20 @@
 """Triton pieces that multiply rows of codes by C on the tensor cores, as they are: none is decoded.
 
 C goes in as a few parts of the codes' own type, which cost nothing, as a product has columns for eight:
-beside integer codes as 29 bits in four int8, beside float16 as three float16. The products with the parts
-are added in float32.
+beside integer codes as 29 bits in four int8, beside float16 and bfloat16 as three of those. fp8 codes become
+float16 for it, two in an instruction. The products with the parts are added in float32.
 
-Where rows are whole chunks (and the same C serves all heads) the codes are multiplied in the order that they
-were loaded in, with parts that a kernel before has put into that order (`packed_prepare_triton`). Else
-`integer_dot` makes the parts itself.
+That is so where rows are whole chunks, and the same C serves all heads: `packed_prepare_triton` makes its
+parts.
 """
 
 import triton
 import triton.language as tl
 
-from mamba_kernels.decode_norm_triton import inside
-from mamba_kernels.state_codes_triton import INT4
+from mamba_kernels.state_codes_triton import BF16, FP8, FP16, INT4, INT8
 
 # Bytes of a row in a chunk: an operand's row is shared by 4 lanes, and a lane loads 16 bytes at once.
-CHUNK = 64
+CHUNK = tl.constexpr(64)
 # Columns that C's parts are padded to with zeros, the least of a product on the tensor cores.
 PARTS = tl.constexpr(8)
 # C is an integer below 2^28, less what dividing by the unit in float32 could round up to it.
@@ -32,44 +30,121 @@ def is_among(kind, kinds):
 
 
 @triton.jit
-def load_chunk(codes_ptr, chunk, p, p_in, ROW: tl.constexpr):
-    """Bytes (P, 64) in int8: those of a chunk of rows p of int8 or int4 codes, ROW bytes each."""
-    byte = tl.arange(0, 64)
-    bytes_ptr = codes_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
-    ptrs = bytes_ptr + (p * ROW)[:, None] + (chunk * 64 + byte)[None, :]
+def load_chunk(codes_ptr, chunk, p, p_in, WORDS: tl.constexpr):
+    """Words (P, 16): those of a chunk of rows p of codes, WORDS each."""
+    ptrs = codes_ptr + (p * WORDS)[:, None] + (chunk * 16 + tl.arange(0, 16))[None, :]
     return tl.load(ptrs, mask=p_in[:, None], other=0, volatile=True)
 
 
 @triton.jit
-def load_half_chunk(codes_ptr, chunk, p, p_in, D_STATE: tl.constexpr):
-    """float16 (P, 32): those of a chunk of rows p of float16 codes."""
-    ptrs = codes_ptr.to(tl.pointer_type(tl.float16), bitcast=True) + (p * D_STATE)[:, None]
-    ptrs += (chunk * 32 + tl.arange(0, 32))[None, :]
-    return tl.load(ptrs, mask=p_in[:, None], other=0.0, volatile=True)
+def as_operand(words, KIND: tl.constexpr, INTERPRET: tl.constexpr):
+    """A chunk (P, 16) as numbers in the order in which the 4 lanes of a row have them as an operand.
 
+    A product takes two registers of each of the 4 lanes at a time, and a lane has loaded 4 words that are
+    neighbours: so nothing moves to another lane.
 
-@triton.jit
-def as_operand(codes, P: tl.constexpr, PER_WORD: tl.constexpr):
-    """A chunk (P, 16 PER_WORD) in the order in which the 4 lanes of a row have it as an operand.
-
-    A product takes a word of each of the 4 lanes at a time, and a lane has loaded 4 words that are
-    neighbours: so no number moves to another lane. PER_WORD: numbers in 32 bits.
+    Returns:
+        A tuple of int8 (P, 64), of float16 or bfloat16 (P, 32), for fp8 of two float16 (P, 32), of each
+        lane's first and second words, and for int4 of two int8 (P, 64), 16 times the lower and the upper
+        halves of the bytes.
     """
-    words = tl.reshape(codes, (P, 4, 4, PER_WORD))
-    return tl.reshape(tl.permute(words, (0, 2, 1, 3)), (P, 16 * PER_WORD))
+    if INTERPRET:
+        return _as_operand_interpreted(words, KIND)
+    elif KIND == INT8:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
+            "=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+        return (_join_bytes(a, b, c, d),)
+    elif KIND == INT4:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            """{ .reg .b32 t;
+                 shl.b32 t, $8, 4; and.b32 $0, t, 0xF0F0F0F0; and.b32 $4, $8, 0xF0F0F0F0;
+                 shl.b32 t, $9, 4; and.b32 $1, t, 0xF0F0F0F0; and.b32 $5, $9, 0xF0F0F0F0;
+                 shl.b32 t, $10, 4; and.b32 $2, t, 0xF0F0F0F0; and.b32 $6, $10, 0xF0F0F0F0;
+                 shl.b32 t, $11, 4; and.b32 $3, t, 0xF0F0F0F0; and.b32 $7, $11, 0xF0F0F0F0; }""",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True,
+            pack=4,
+        )  # fmt: skip
+        return _join_bytes(a, b, c, d), _join_bytes(e, f, g, h)
+    elif KIND == FP8:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{ .reg .b16 t, u;
+                 mov.b32 {t, u}, $8; cvt.rn.f16x2.e4m3x2 $0, t; cvt.rn.f16x2.e4m3x2 $1, u;
+                 mov.b32 {t, u}, $9; cvt.rn.f16x2.e4m3x2 $2, t; cvt.rn.f16x2.e4m3x2 $3, u;
+                 mov.b32 {t, u}, $10; cvt.rn.f16x2.e4m3x2 $4, t; cvt.rn.f16x2.e4m3x2 $5, u;
+                 mov.b32 {t, u}, $11; cvt.rn.f16x2.e4m3x2 $6, t; cvt.rn.f16x2.e4m3x2 $7, u; }""",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
+        return _join_pairs(a, b), _join_pairs(c, d)
+    elif KIND == FP16:
+        a, b = tl.inline_asm_elementwise(
+            "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
+            "=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
+        return (_join_pairs(a, b),)
+    else:
+        a, b = tl.inline_asm_elementwise(
+            "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
+            "=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+        return (_join_pairs(a, b),)
 
 
 @triton.jit
-def word_at(place, PER_WORD: tl.constexpr):
-    """The word of a row whose numbers are at `place` of the row's chunks after `as_operand`."""
-    return place // (16 * PER_WORD) * 16 + place // PER_WORD % 4 * 4 + place // (4 * PER_WORD) % 4
+def _join_bytes(a, b, c, d):
+    """The bytes of each lane's first, second, ... words (P, 16) as (P, 64)."""
+    words = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (a.shape[0], 4, 4, 2, 2))
+    return tl.reshape(tl.permute(words, (0, 4, 1, 3, 2)), (a.shape[0], 64))
 
 
 @triton.jit
-def load_parts(parts_ptr, chunk, ROW: tl.constexpr, SIZE: tl.constexpr):
-    """C's parts (SIZE, PARTS) of a chunk of SIZE numbers, from a (PARTS, ROW) matrix."""
-    place = tl.arange(0, SIZE)
-    return tl.load(parts_ptr + (chunk * SIZE + place)[:, None] + (tl.arange(0, PARTS) * ROW)[None, :])
+def _join_pairs(a, b):
+    """The numbers of 16 bits in each lane's first and in its second four (P, 16) as (P, 32)."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 32))
+
+
+@triton.jit
+def _as_operand_interpreted(words, KIND: tl.constexpr):
+    if KIND == FP16 or KIND == BF16:
+        numbers = (tl.expand_dims(words, 2) >> tl.reshape(16 * tl.arange(0, 2), (1, 1, 2))).to(tl.int16)
+        numbers = numbers.to(tl.float16 if KIND == FP16 else tl.bfloat16, bitcast=True).to(tl.float32)
+        return (_in_order(numbers, 4),)
+    numbers = (tl.expand_dims(words, 2) >> tl.reshape(8 * tl.arange(0, 4), (1, 1, 4))).to(tl.int8)
+    if KIND == INT4:
+        return _in_order(numbers << 4, 8), _in_order(numbers & -16, 8)
+    elif KIND == FP8:
+        # As float16 the same exponent and mantissa are 2^-8 of the number.
+        bits = (numbers & 0x7F).to(tl.int16) << 7 | (numbers & -128).to(tl.int16) << 8
+        halves = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        halves = tl.permute(tl.reshape(halves, (words.shape[0], 4, 2, 2, 4)), (0, 1, 3, 4, 2))
+        first, second = tl.split(tl.reshape(halves, (words.shape[0], 16, 2, 2)))
+        return _in_order(first, 4), _in_order(second, 4)
+    else:
+        return (_in_order(numbers, 8),)
+
+
+@triton.jit
+def _in_order(numbers, AT_A_TIME: tl.constexpr):
+    """The numbers of a chunk (P, 16, numbers in a word) as `as_operand` has them."""
+    P: tl.constexpr = numbers.shape[0]
+    SIZE: tl.constexpr = 16 * numbers.shape[2]
+    registers = tl.reshape(numbers, (P, 4, SIZE // (4 * AT_A_TIME), AT_A_TIME))
+    return tl.reshape(tl.permute(registers, (0, 2, 1, 3)), (P, SIZE))
+
+
+@triton.jit
+def load_parts(parts_ptr, chunk, ROW: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr):
+    """C's parts beside a chunk of codes that are multiplied as KIND, int8, fp16 or bf16: (64 or 32, PARTS).
+
+    parts_ptr: (PARTS, ROW words), each row in the order of codes in memory, so that parts are put into an
+    operand's order as codes are.
+    """
+    rows = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (tl.arange(0, PARTS) * ROW)[:, None]
+    words = tl.load(rows + (chunk * 16 + tl.arange(0, 16))[None, :])
+    return tl.trans(as_operand(words, KIND, INTERPRET)[0])
 
 
 @triton.jit
@@ -77,78 +152,3 @@ def sum_parts(sums, BITS: tl.constexpr):
     """The products with C from those with its parts (P, PARTS): each is 2^BITS of the one before."""
     part = tl.arange(0, PARTS)
     return tl.sum(sums.to(tl.float32) * tl.exp2((BITS * part).to(tl.float32))[None, :], axis=1)
-
-
-@triton.jit
-def nibbles(codes, INTERPRET: tl.constexpr):
-    """16 times the signed numbers in the lower and the upper halves of bytes."""
-    if INTERPRET:
-        lower, upper = codes << 4, codes & -16
-    else:
-        lower, upper = tl.inline_asm_elementwise(
-            """{ .reg .b32 t;
-                 shl.b32 t, $2, 4;
-                 and.b32 $0, t, 0xF0F0F0F0;
-                 and.b32 $1, $2, 0xF0F0F0F0; }""",
-            "=r,=r,r", [codes], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
-    return lower, upper
-
-
-@triton.jit
-def load_bytes(codes_ptr, p, p_in, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Bytes (P, 4 * BLOCK_W) in int8: rows p of int8 or int4 codes, zero past their end."""
-    byte = tl.arange(0, 4 * BLOCK_W)
-    byte_in = p_in[:, None] & inside(byte, 4 * WORDS, 4 * BLOCK_W)[None, :]
-    bytes_ptr = codes_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
-    return tl.load(bytes_ptr + (p * (4 * WORDS))[:, None] + byte[None, :], mask=byte_in, other=0)
-
-
-@triton.jit
-def integer_dot(
-    codes, C_ptr, columns, KIND: tl.constexpr, WORDS: tl.constexpr, D_STATE: tl.constexpr,
-    BLOCK_W: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Sum rows of int8 or int4 codes, bytes (P, 4 * BLOCK_W) of `load_bytes`, times C; return (P,).
-
-    C (D_STATE,), times the columns' factors where there are any, is rounded to 29 bits with the sign; its
-    products with the codes are exact, in a fifth of the instructions of converting each code.
-    """
-    byte = tl.arange(0, 4 * BLOCK_W)
-    part = tl.arange(0, 4)
-    # int4: field 2k is the lower half of byte k of a word, 2k + 1 the upper.
-    field = byte % 4 * (2 if KIND == INT4 else 1)
-    even = _load_at(C_ptr, columns, byte // 4, field, WORDS, D_STATE)
-    top = tl.max(tl.abs(even), axis=0)
-    if KIND == INT4:
-        odd = _load_at(C_ptr, columns, byte // 4, field + 1, WORDS, D_STATE)
-        top = tl.maximum(top, tl.max(tl.abs(odd), axis=0))
-    top = tl.maximum(top, SMALLEST)
-    unit = 268435200.0 / top  # LARGEST, which the interpreter does not divide by a tensor
-    shift = 7 * part[None, :]
-    if KIND == INT4:
-        lower, upper = nibbles(codes, INTERPRET)
-        sums = tl.dot(lower, _parts(even * unit, part), out_dtype=tl.int32)
-        sums = tl.dot(upper, _parts(odd * unit, part), sums, out_dtype=tl.int32)
-        unit *= 16.0  # see `nibbles`
-    else:
-        sums = tl.dot(codes, _parts(even * unit, part), out_dtype=tl.int32)
-    return tl.sum(sums.to(tl.float32) * (1 << shift).to(tl.float32), axis=1) / unit
-
-
-@triton.jit
-def _parts(C, part):
-    """C (K,), below 2^28, as int8 (K, 4): 7 bits each from the lowest up, the last with the sign."""
-    parts = C.to(tl.int32)[:, None] >> 7 * part[None, :]
-    return tl.where(part[None, :] < 3, parts & 127, parts).to(tl.int8)
-
-
-@triton.jit
-def _load_at(C_ptr, columns, w, field, WORDS: tl.constexpr, D_STATE: tl.constexpr):
-    """C, times the columns' factors, where fields of words w keep their state; zero past the end."""
-    at = field * WORDS + w
-    column_in = (w < WORDS) & (at < D_STATE)
-    C = tl.load(C_ptr + at, mask=column_in, other=0.0).to(tl.float32)
-    if columns is not None:
-        C *= tl.load(columns + at, mask=column_in, other=0.0)
-    return C

@@ -1,7 +1,7 @@
-"""Triton kernel of the decode step's recurrence on a packed state: some heads fold, the others are read.
+"""Triton kernel of the decode step's recurrence on a packed state.
 
-It follows `packed_prepare_triton`'s in the stream. The rows of a head are read in `packed_read_triton`, and
-folded in `packed_fold_triton`.
+It follows `packed_prepare_triton`'s in the stream. All heads are read, in `packed_read_triton`, and those
+whose turn it is then move on, in `packed_fold_triton`.
 """
 
 from typing import Any
@@ -11,31 +11,34 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.backend import interpreting
-from mamba_kernels.decode_norm_triton import early_start, start_next, wait_for_previous
-from mamba_kernels.packed_fold_triton import fold_rows
-from mamba_kernels.packed_output_triton import store_squares
+from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wait_for_previous
+from mamba_kernels.packed_fold_triton import fold_rows, load_inputs
+from mamba_kernels.packed_output_triton import finish, load_gate
 from mamba_kernels.packed_prepare_triton import common_of, launch_prepare, multiplied_as_loaded
 from mamba_kernels.packed_products_triton import is_among
-from mamba_kernels.packed_read_triton import read_rows
+from mamba_kernels.packed_read_triton import load_codes, multiply
 from mamba_kernels.packed_state import LayerFormat, PackedState, head_table
-from mamba_kernels.state_codes import FORMATS, first_key
-from mamba_kernels.state_codes_triton import per_word
+from mamba_kernels.packed_window_triton import load_scale
+from mamba_kernels.state_codes import first_key
+from mamba_kernels.state_codes_triton import per_word, rounding_key
 
 
-@triton.jit(do_not_specialize=["seed", "folds"])
+@triton.jit(do_not_specialize=["folds", "seed"])
 def _packed_ssm_step_kernel(
-    zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, past_dt_ptr, position_ptr, columns_ptr,
-    heads_ptr, slots_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr,
-    weights_ptr, parts_ptr, halves_ptr, unit_ptr,
-    folds, seed, dt_min, dt_max, stride_in, stride_codes, stride_scales, stride_x, stride_B, stride_dt,
-    stride_D_head, stride_scaled, stride_squares,
+    zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, position_ptr, columns_ptr, heads_ptr,
+    slots_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr, weights_ptr, parts_ptr, halves_ptr,
+    bfloats_ptr, unit_ptr,
+    folds, seed, stride_in, stride_codes, stride_scales, stride_x, stride_B, stride_D_head, stride_scaled,
+    stride_squares,
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     WINDOW: tl.constexpr, KINDS: tl.constexpr, AS_LOADED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    D_P: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr, EACH: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_AGE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    D_P: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr,
+    EACH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """`folds` of the programs fold FOLD_P rows of a head whose turn it is, the others read BLOCK_P of one.
+    """`folds` of the programs advance FOLD_P rows of a head whose turn it is to fold, the others BLOCK_P.
+
+    These are read a few after another where their format is wide, see `rows_of`.
 
     A fold computes where a reading waits for memory, so they alternate, a fold before every EACH readings;
     the folds end before the readings do, as one of them takes several times as long. EACH 0: folds first.
@@ -71,69 +74,153 @@ def _packed_ssm_step_kernel(
                 ROWS: tl.constexpr = FOLD_P if WINDOW == 1 else BLOCK_P
                 wait_for_previous(PDL)
                 p = tile * ROWS + tl.arange(0, ROWS)
-                zero = tl.zeros((ROWS,), scaled_ptr.dtype.element_ty)
-                tl.store(scaled_ptr + batch * stride_scaled + head * HEADDIM + p, zero, mask=p < HEADDIM)
-                if NORM != "none":
-                    parts = squares_ptr + batch * stride_squares + head * FOLD_TILES
-                    store_squares(parts, tile, tl.zeros((1,), tl.float32), ROWS // FOLD_P, FOLD_TILES)
+                zero = tl.zeros((ROWS,), tl.float32)
+                finish(
+                    zero, zero, zero, scaled_ptr + batch * stride_scaled + head * HEADDIM,
+                    squares_ptr, batch * stride_squares + head * FOLD_TILES, tile, p, p < HEADDIM, False,
+                    NORM, ROWS // FOLD_P, FOLD_TILES,
+                )  # fmt: skip
             return
+    position = tl.load(position_ptr + slot)
     if folding:
         # Head h folds where (position + h) % WINDOW == WINDOW - 1.
-        position = tl.load(position_ptr + slot)
         head = (WINDOW - 1) - position % WINDOW + head * WINDOW
         if head >= NHEADS:
             return
-    codes_ptr = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * stride_codes * 4
+    elif (position + head) % WINDOW == WINDOW - 1:
+        return
     kind = 0
     begin = head
     if KINDS & (KINDS - 1) != 0:
         kind = tl.load(heads_ptr + 2 * head)
         begin = tl.load(heads_ptr + 2 * head + 1)
+    codes_ptr = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * stride_codes * 4
     for KIND in tl.static_range(6):
         if KINDS == 1 << KIND:
             WORDS: tl.constexpr = (D_STATE + per_word(KIND) - 1) // per_word(KIND)
             begin = head * ((HEADDIM * WORDS + 3) // 4)
         if is_among(KIND, KINDS):
             if KINDS == 1 << KIND or kind == KIND:
+                begin_ptr = codes_ptr + begin.to(tl.int64) * 4
+                ROWS: tl.constexpr = rows_of(KIND, BLOCK_P)
                 if folding:
-                    fold_rows(
-                        zxbcdt_ptr, codes_ptr + begin.to(tl.int64) * 4, scales_ptr, past_x_ptr, past_B_ptr,
-                        past_dt_ptr, position_ptr, columns_ptr, dt_bias_ptr, A_log_ptr, D_ptr,
-                        norm_weight_ptr, scaled_ptr, squares_ptr, seed, dt_min, dt_max, stride_in,
-                        stride_scales, stride_x, stride_B, stride_dt, stride_D_head, stride_scaled,
-                        stride_squares, tile, head, batch, slot, KIND, NHEADS, HEADDIM, D_STATE,
-                        HEADS_PER_GROUP, WINDOW, STOCHASTIC, D_P, GATE, NORM, FOLD_TILES, FOLD_P, BLOCK_N,
-                        BLOCK_AGE, PDL, INTERPRET,
+                    _advance_rows(
+                        zxbcdt_ptr, begin_ptr, scales_ptr, past_x_ptr, past_B_ptr, columns_ptr, D_ptr,
+                        norm_weight_ptr, scaled_ptr, squares_ptr, weights_ptr, parts_ptr, halves_ptr,
+                        bfloats_ptr, unit_ptr, seed, stride_in, stride_scales, stride_x, stride_B,
+                        stride_D_head, stride_scaled, stride_squares, tile, head, batch, slot, position, KIND,
+                        NHEADS, HEADDIM, D_STATE, HEADS_PER_GROUP, WINDOW, is_among(KIND, AS_LOADED),
+                        STOCHASTIC, D_P, GATE, NORM, FOLD_TILES, FOLD_P, FOLD_P, True, BLOCK_N, BLOCK_AGE,
+                        PDL, INTERPRET,
                     )  # fmt: skip
                 elif WINDOW > 1:
-                    read_rows(
-                        zxbcdt_ptr, codes_ptr + begin.to(tl.int64) * 4, scales_ptr, past_x_ptr, position_ptr,
-                        columns_ptr, D_ptr, norm_weight_ptr, scaled_ptr, squares_ptr, weights_ptr, parts_ptr,
-                        halves_ptr, unit_ptr, stride_in, stride_scales, stride_x, stride_D_head,
-                        stride_scaled, stride_squares, tile, head, batch, slot, KIND, NHEADS, HEADDIM,
-                        D_STATE, HEADS_PER_GROUP, WINDOW, is_among(KIND, AS_LOADED), D_P, GATE, NORM,
-                        FOLD_TILES, BLOCK_P, FOLD_P, BLOCK_N, BLOCK_AGE, PDL, INTERPRET,
-                    )  # fmt: skip
+                    for part in range(BLOCK_P // ROWS):
+                        _advance_rows(
+                            zxbcdt_ptr, begin_ptr, scales_ptr, past_x_ptr, past_B_ptr, columns_ptr, D_ptr,
+                            norm_weight_ptr, scaled_ptr, squares_ptr, weights_ptr, parts_ptr, halves_ptr,
+                            bfloats_ptr, unit_ptr, seed, stride_in, stride_scales, stride_x, stride_B,
+                            stride_D_head, stride_scaled, stride_squares, tile * (BLOCK_P // ROWS) + part,
+                            head, batch, slot, position, KIND, NHEADS, HEADDIM, D_STATE, HEADS_PER_GROUP,
+                            WINDOW, is_among(KIND, AS_LOADED), STOCHASTIC, D_P, GATE, NORM, FOLD_TILES, ROWS,
+                            FOLD_P, False, BLOCK_N, BLOCK_AGE, PDL, INTERPRET,
+                        )  # fmt: skip
+
+
+@triton.constexpr_function
+def rows_of(kind, rows):
+    """How many rows of format `kind` are read at once, where `rows` are of 8 bits a number or fewer."""
+    return max(min(rows, 16), rows * per_word(kind) // 4) if kind < 3 else rows
+
+
+@triton.jit
+def _advance_rows(
+    zxbcdt_ptr, codes_ptr, scales_ptr, past_x_ptr, past_B_ptr, columns_ptr, D_ptr, norm_weight_ptr,
+    scaled_ptr, squares_ptr, weights_ptr, parts_ptr, halves_ptr, bfloats_ptr, unit_ptr,
+    seed, stride_in, stride_scales, stride_x, stride_B, stride_D_head, stride_scaled, stride_squares,
+    tile, head, batch, slot, position,
+    KIND: tl.constexpr, NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, WINDOW: tl.constexpr, AS_LOADED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    D_P: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr,
+    FOLD_P: tl.constexpr, FOLDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Tile `tile` of ROWS rows of a head of format KIND, whose codes are at codes_ptr, reads this token:
+
+        y = decay C stored + sum over the window of weight_i x_i + (D + weight_now) x
+
+    with the decay and the weights of `packed_prepare_triton`. SQUARES: parts of the sum of squares of a head.
+    FOLDS: it is the head's turn to fold.
+    """
+    GROUPS: tl.constexpr = NHEADS // HEADS_PER_GROUP
+    D_SSM: tl.constexpr = NHEADS * HEADDIM
+    group = head // HEADS_PER_GROUP
+    p = tile * ROWS + tl.arange(0, ROWS)
+    p_in = inside(p, HEADDIM, ROWS)
+    ring = tl.arange(0, BLOCK_AGE)
+    ring_in = inside(ring, WINDOW, BLOCK_AGE)
+    scales_ptr += slot * stride_scales + head * HEADDIM
+    past_x_ptr += slot * stride_x + head * HEADDIM
+    # All that no kernel of this token writes. Volatile loads stay in order, ahead of all that waits for one
+    # of them: else the compiler has them wait for each other.
+    codes = load_codes(codes_ptr, p, p_in, KIND, AS_LOADED, D_STATE, BLOCK_N)
+    scale = load_scale(scales_ptr, p, p_in, KIND)
+    past_x_ptrs = past_x_ptr + (ring * D_SSM)[:, None] + p[None, :]
+    past_x = tl.load(past_x_ptrs, mask=ring_in[:, None] & p_in[None, :], other=0.0, volatile=True)
+    D = tl.load(D_ptr + head * stride_D_head + p * D_P, mask=p_in, other=0.0).to(tl.float32)
+    norm_weight = D
+    if NORM != "none":
+        norm_weight = tl.load(norm_weight_ptr + head * HEADDIM + p, mask=p_in, other=0.0)
+
+    wait_for_previous(PDL)
+    z_ptr = zxbcdt_ptr + batch * stride_in + head * HEADDIM
+    C_ptr = zxbcdt_ptr + batch * stride_in + 2 * D_SSM + (GROUPS + group) * D_STATE
+    weights_ptr += (slot * NHEADS + head) * (2 + 2 * WINDOW)
+    x = tl.load(z_ptr + D_SSM + p, mask=p_in, other=0.0)
+    z = load_gate(z_ptr, p, p_in, GATE)
+    decay = tl.load(weights_ptr)
+    weight_now = tl.load(weights_ptr + 1)
+    weight = tl.load(weights_ptr + 2 + ring, mask=ring_in, other=0.0)
+    now = position % WINDOW
+    if FOLDS:
+        window_x, window_B, factors = load_inputs(
+            past_x_ptr, past_B_ptr + slot * stride_B + group * D_STATE, weights_ptr + 2 + WINDOW, D_SSM,
+            GROUPS * D_STATE, now, p, p_in, KIND, D_STATE, WINDOW, BLOCK_N,
+        )  # fmt: skip
+    columns = columns_ptr
+    if columns_ptr is not None:
+        columns = columns_ptr + head * D_STATE
+    y = multiply(
+        codes, C_ptr, columns, parts_ptr, halves_ptr, bfloats_ptr, unit_ptr, slot * GROUPS + group, KIND,
+        AS_LOADED, D_STATE, BLOCK_N, INTERPRET,
+    )  # fmt: skip
+    y *= scale * decay
+    y += tl.sum(past_x.to(tl.float32) * weight[:, None], axis=0) + (D + weight_now) * x.to(tl.float32)
+    finish(
+        y, z, norm_weight, scaled_ptr + batch * stride_scaled + head * HEADDIM, squares_ptr,
+        batch * stride_squares + head * SQUARES, tile, p, p_in, GATE, NORM, ROWS // FOLD_P, SQUARES,
+    )  # fmt: skip
+    if FOLDS:
+        fold_rows(
+            codes, scale, window_x, window_B, factors, x, decay, now, p, p_in, codes_ptr, scales_ptr, columns,
+            rounding_key(seed, position, head), KIND, D_STATE, STOCHASTIC, BLOCK_N, INTERPRET,
+        )  # fmt: skip
+    # This token's place in the window is one that no head still reads.
+    tl.store(past_x_ptr + now * D_SSM + p, x, mask=p_in)
 
 
 def config_for(batch: int, format: LayerFormat, headdim: int, d_state: int) -> dict[str, int]:
-    """Block sizes: 8192 numbers that are read, half of that in fp32, and 2048 in a fold, by two warps.
+    """Block sizes of programs of one warp, which waits for no other: 8192 bytes of codes are read, and 2048
+    numbers folded.
 
-    Programs are small and have few registers a thread (of an SM's 65536, for 64 threads: 12 programs of 80,
-    10 of 96), as memory is kept busy by many beside each other. A small batch is cut finer, as the time is
-    then that of one program: below 1000 programs, some seven for each SM of an H200.
+    A small batch is cut finer, as the time is then that of one program: below 1000 programs, some seven for
+    each SM of an H200.
     """
     block_n = max(8, triton.next_power_of_2(d_state))
-    wide = any(FORMATS[dtype].bits > 8 for dtype in format.heads)
-    numbers = 4096 if "fp32" in format.heads else 8192
-    threads = {"num_warps": 2, "maxnreg": 96 if wide else 80}
-    if batch * len(format.heads) * headdim * block_n < 1000 * numbers:
-        numbers, threads = 2048, {"num_warps": 1}
-
-    def rows(numbers: int) -> int:
-        return min(max(4, numbers // block_n), triton.next_power_of_2(headdim))
-
-    return {"BLOCK_P": rows(numbers), "FOLD_P": rows(2048), **threads}
+    rows = max(4, min(8192 // block_n, triton.next_power_of_2(headdim)))
+    while rows > 16 and batch * len(format.heads) * triton.cdiv(headdim, rows) < 1000:
+        rows //= 2
+    fold = min(rows, max(4, 2048 // block_n))
+    return {"BLOCK_P": rows, "FOLD_P": fold, "num_warps": 1, "num_stages": 1, "maxnreg": 128}
 
 
 def launch_packed_ssm_step(
@@ -170,12 +257,12 @@ def launch_packed_ssm_step(
             zxbcdt, packed, dt_bias, A_log, common, ngroups=ngroups, dt_limit=dt_limit, slots=slots, pdl=pdl
         )
         _packed_ssm_step_kernel[(folds + reads,)](
-            zxbcdt, packed.codes, packed.scales, packed.x, packed.B, packed.dt, packed.position,
-            packed.columns, head_table(format, headdim, d_state, zxbcdt.device), slots, dt_bias, A_log, D,
-            norm_weight, scaled, squares, *common,
-            folds, first_key(format.seed), *dt_limit, zxbcdt.stride(0), packed.codes.stride(0) // 16,
-            packed.scales.stride(0), packed.x.stride(0), packed.B.stride(0), packed.dt.stride(0),
-            D.stride(0), scaled.stride(0), 0 if squares is None else squares.stride(0),
+            zxbcdt, packed.codes, packed.scales, packed.x, packed.B, packed.position, packed.columns,
+            head_table(format, headdim, d_state, zxbcdt.device), slots, D, norm_weight, scaled, squares,
+            *common,
+            folds, first_key(format.seed), zxbcdt.stride(0), packed.codes.stride(0) // 16,
+            packed.scales.stride(0), packed.x.stride(0), packed.B.stride(0), D.stride(0), scaled.stride(0),
+            0 if squares is None else squares.stride(0),
             NHEADS=nheads, HEADDIM=headdim, D_STATE=d_state, HEADS_PER_GROUP=nheads // ngroups,
             WINDOW=format.window, KINDS=format.kinds, AS_LOADED=multiplied_as_loaded(packed),
             STOCHASTIC=format.rounding == "stochastic", D_P=D.stride(1) if D.dim() == 2 else 0, GATE=gate,

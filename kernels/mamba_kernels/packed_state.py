@@ -316,20 +316,6 @@ def head_table(format: LayerFormat, headdim: int, d_state: int, device: torch.de
     return torch.tensor([rows[head] for head in sorted(rows)], dtype=torch.int32, device=device)
 
 
-@cache
-def heads_by_format(format: LayerFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many heads each of STATE_DTYPES has, and the heads in the order of their codes; int32.
-
-    Made once, as `head_table` is.
-    """
-    counts = [format.heads.count(dtype) for dtype in STATE_DTYPES]
-    order = [head for dtype in STATE_DTYPES for head, own in enumerate(format.heads) if own == dtype]
-    return (
-        torch.tensor(counts, dtype=torch.int32, device=device),
-        torch.tensor(order, dtype=torch.int32, device=device),
-    )
-
-
 def advance_positions(states: Sequence[PackedState], state_batch_indices: torch.Tensor | None = None) -> None:
     """Count the token that every layer has read, once the step is over.
 
