@@ -248,6 +248,8 @@ def test_a_tokenizer_past_the_models_vocabulary_is_an_error_with_both_numbers(ru
         ("--prefix", "pad"),
         ("--batch-size", "0"),
         ("--batch-size", "many"),
+        ("--batch-size", "9" * 10),
+        ("--batch-size", "9" * 5000),
         ("--max-tokens", "0"),
         ("--window", "0"),
     ],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mamba_commands.options import (
+    LARGEST_COUNT,
     BackendOption,
     DeviceOption,
     DtypeOption,
@@ -16,6 +17,7 @@ from mamba_commands.options import (
     RevisionOption,
     StateDtypeOption,
     check_state_dtype,
+    parse_count,
 )
 from mamba_commands.output import Output
 
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from mamba_cli.language_model import LanguageModel
 
 Row = dict[str, Any]
-
-DIGITS = 9  # of a count that somebody may mean
 
 
 class Significant(float):
@@ -139,12 +139,12 @@ def bench(
 
 def _parse_list(option: str, text: str, least: int = 1) -> list[int]:
     """Return the numbers of `text`, each once, in their order."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) <= DIGITS and int(part) >= least for part in parts):
+    counts = [parse_count(part, least) for part in text.split(",")]
+    if None in counts:
         raise typer.BadParameter(
-            f"{option}: expected numbers from {least} to {10**DIGITS - 1} with commas between, got {text}"
+            f"{option}: expected numbers from {least} to {LARGEST_COUNT} with commas between, got {text}"
         )
-    return list(dict.fromkeys(map(int, parts)))
+    return list(dict.fromkeys(counts))
 
 
 def _describe(lm: "LanguageModel", repetitions: int) -> Row:

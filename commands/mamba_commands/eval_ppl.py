@@ -11,6 +11,7 @@ import typer
 
 from mamba_commands.eval_ppl_tables import print_comparison, print_figures, print_positions
 from mamba_commands.options import (
+    LARGEST_COUNT,
     BackendOption,
     DeviceOption,
     DtypeOption,
@@ -23,6 +24,7 @@ from mamba_commands.options import (
     VerboseOption,
     check_state_dtype,
     choose_model,
+    parse_count,
 )
 from mamba_commands.output import Output
 
@@ -229,9 +231,11 @@ def _parse_batch_size(value: str) -> int | None:
     """Return the number, None for "auto"."""
     if value == "auto":
         return None
-    if not value.isdecimal() or int(value) < 1:
-        raise typer.BadParameter(f"--batch-size: expected auto or a number from 1, got {value}")
-    return int(value)
+    if (count := parse_count(value)) is None:
+        raise typer.BadParameter(
+            f"--batch-size: expected auto or a number from 1 to {LARGEST_COUNT}, got {value}"
+        )
+    return count
 
 
 def _check_reference(reference: str | None) -> None:

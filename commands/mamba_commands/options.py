@@ -11,6 +11,9 @@ from mamba_commands.output import Output
 DEMO_MODEL = "demo"
 SUGGESTED_MODEL = "state-spaces/mamba2-130m"
 
+# More of anything nobody means, and torch would fail on it in its own words.
+LARGEST_COUNT = 999_999_999
+
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A folder, a repo id of the Hugging Face hub, or demo."),
@@ -81,6 +84,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON documen
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors on stderr.")]
 
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Details on stderr.")]
+
+
+def parse_count(text: str, least: int = 1) -> int | None:
+    """Return the number from `least` to LARGEST_COUNT that `text` is; None where it is none."""
+    text = text.strip()
+    fits = text.isdecimal() and len(text) <= len(str(LARGEST_COUNT)) and int(text) >= least
+    return int(text) if fits else None
 
 
 def check_state_dtype(text: str | None, option: str = "--state-dtype") -> None:
