@@ -85,6 +85,7 @@ def test_without_an_output_it_only_reports(run, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     status, out, err = run()
     assert status == 0, err
+    assert err.splitlines()[-1] == "hint: -o OUT writes the model with this choice in it"
     assert sorted(tmp_path.rglob("*")) == before
     tables = [[line.split("\t") for line in table.splitlines()] for table in out.strip().split("\n\n")]
     assert [table[0][0] for table in tables] == ["format", "format", "tokens read", "layer", "definition"]

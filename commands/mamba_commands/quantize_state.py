@@ -209,6 +209,8 @@ def quantize_state(
             out.json(document(report, output))
         else:
             print_report(report, out)
+    if not output:
+        out.hint("-o OUT writes the model with this choice in it")
 
 
 def _parse_percent(text: str) -> float:
