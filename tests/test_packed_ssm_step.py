@@ -131,8 +131,8 @@ LAYERS = [
     Layer(("int8",), d_state=256, window=2, norm="norm_first"),
     Layer(("int4",), d_state=256, headdim=64, batch=1, window=4),
     # Rows of one chunk and of several; with columns the same codes take the other way.
-    Layer(("int8", "fp16"), d_state=64, window=2, batch=1),
-    Layer(("int8", "int4", "fp16") * 2, d_state=128, ngroups=2, window=2, slots=(3, 0)),
+    Layer(("int8", "fp16", "fp8", "bf16"), d_state=64, window=2, batch=1),
+    Layer(("int8", "int4", "fp16", "fp8", "bf16", "fp8"), d_state=128, ngroups=2, window=2, slots=(3, 0)),
     Layer(("int8", "int4", "fp16"), d_state=128, window=2, batch=1, columns=True),
     Layer(("int4", "fp16"), d_state=256, window=2, batch=1, columns=True),
     # The longest window that is unrolled, and the shortest that is a loop.

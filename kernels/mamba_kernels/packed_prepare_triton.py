@@ -213,11 +213,14 @@ def _store_floats(
 ):  # fmt: skip
     """C in `unit` as a sum of three numbers of 16 bits, each in 1 / NEXT of the one before.
 
-    In `as_operand`'s order, for codes with FIELDS in a word that are multiplied as numbers of 16 bits.
+    In the order of codes with FIELDS in a word. fp8 codes, which are multiplied as float16, are in two halves
+    of a chunk: of each lane's 16 codes the first 8, and the second.
     """
     place = tl.arange(0, BLOCK)
-    number = place
     place_in = place < D_STATE
+    number = place
+    if FIELDS == 4:
+        number = place // CHUNK * CHUNK + place % 32 // 8 * 16 + place % CHUNK // 32 * 8 + place % 8
     column = number % FIELDS * (D_STATE // FIELDS) + number // FIELDS
     C = tl.load(C_ptr + column, mask=place_in, other=0.0).to(tl.float32) / unit
     parts_ptr += place
