@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import types
+import typing
 import warnings
 from collections.abc import Callable
 
@@ -128,6 +129,31 @@ def test_wrong_usage_is_two_lines_and_status_2(capfd, arguments, message, where)
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["generate", "-n", "1", "Once", "upon"],
+            "generate: expected a text in quotes after --prompt, or a model after --model, got Once upon",
+        ),
+        (
+            ["eval-ppl", "a/model", "book.txt"],
+            "eval-ppl: expected only TEXT, or a model after --model, got also book.txt",
+        ),
+        (["convert", "a", "b", "c", "--to", "hf"], "convert: expected only SRC and DST, got also c"),
+        (["doctor", "demo"], "doctor: expected only options, got demo"),
+    ],
+)
+def test_a_word_that_stands_alone_is_told_where_it_belongs(capfd, arguments, expected):
+    assert app.main(arguments) == 2
+    assert capfd.readouterr().err.splitlines()[0] == f"error: {expected}"
+
+
+def test_help_is_shown_whatever_stands_beside_it(capfd):
+    assert app.main(["generate", "extra", "--help"]) == 0
+    assert capfd.readouterr().out.startswith("Usage: mamba2 generate")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("typer._coercion") is None, reason="Typer shows values itself")
 @pytest.mark.parametrize(
     ("command", "option", "value", "expected"),
@@ -146,6 +172,31 @@ def test_a_value_that_an_option_cannot_have_is_said_in_the_form_of_all_errors(
 ):
     assert app.main([command, option, value]) == 2
     assert capfd.readouterr().err.splitlines()[0] == f"error: {option}: expected {expected}, got {value}"
+
+
+def whole_numbers() -> list[tuple[str, str]]:
+    """Return the options that take one, each with its command, but the seeds, which count nothing."""
+    return [
+        (command.name, "--" + name.replace("_", "-"))
+        for command in app.COMMANDS
+        for name, kind in typing.get_type_hints(command.load()).items()
+        if kind in (int, int | None) and name != "seed"
+    ]
+
+
+@pytest.mark.parametrize("value", ["1000000000", "9" * 23])
+def test_numbers_that_nobody_means_are_refused_before_anything_is_done(capfd, value):
+    arguments = {
+        "eval-ppl": ["no-such-text"],
+        "quantize-state": ["no-such-model"],
+        "bench": ["no-such-model"],
+    }
+    found = whole_numbers()
+    assert {command for command, _ in found} == {"generate", *arguments}
+    for command, option in found:
+        assert app.main([command, *arguments.get(command, []), option, value]) == 2
+        error = capfd.readouterr().err.splitlines()[0]
+        assert error == f"error: {option}: expected a number up to 999999999, got {value}"
 
 
 @pytest.mark.parametrize(

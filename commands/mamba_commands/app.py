@@ -22,12 +22,19 @@ from typer.core import TyperCommand
 
 from mamba_cli.errors import Mamba2Error
 from mamba_commands import output
+from mamba_commands.options import LARGEST_COUNT
 
 # Typer carries its own Click, whose usage error has no public name of its own.
 UsageError: Any = typer.BadParameter.__base__
 
 # Parameters of which nothing at all is a value: no text to begin with, no formats beside the chosen one.
 MAY_BE_EMPTY = ("prompt", "compare")
+
+# Parameters whose numbers count nothing.
+MAY_BE_LARGE = ("seed",)
+
+# Where a word was meant to be that stands alone on the command line: often the shell split a text at blanks.
+PLACES_OF_WORDS = {"--prompt": "a text in quotes after --prompt", "--model": "a model after --model"}
 
 NOT_ONE_OF = re.compile(r"""(['"])(?P<value>.*)\1 is not one of (?P<choices>'.*')""")
 EXPECTED_NUMBERS = {
@@ -39,18 +46,29 @@ EXPECTED_NUMBERS = {
 }
 
 
-class NoEmptyValues(TyperCommand):
-    """A command that refuses an empty value, which an unset variable of a shell leaves.
+class CheckedCommand(TyperCommand):
+    """A command that refuses what Typer lets through, or says too little of, in the form of all errors.
 
-    As the name of a file or a model it would be the current folder.
+    Empty values, which an unset variable of a shell leaves: as the name of a file or a model one would be
+    the current folder. Numbers that nobody means, on which torch would fail in its own words, perhaps after
+    hours. Words that follow no option.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        parameters = self.get_params(ctx)
         values, *_ = self.make_parser(ctx).parse_args(args=list(args))
-        for parameter in self.get_params(ctx):
+        for parameter in parameters:
             if values.get(parameter.name) == "" and parameter.name not in MAY_BE_EMPTY:
                 raise typer.BadParameter(f"{_spelling(parameter)}: expected a value, got an empty one")
-        return super().parse_args(ctx, args)
+        ctx.allow_extra_args = True  # to be refused below, after a --help among them was heard
+        if words := super().parse_args(ctx, args):
+            raise typer.BadParameter(f"{ctx.info_name}: {_place_of_words(parameters, words)}")
+        for parameter in parameters:
+            value = ctx.params.get(parameter.name)
+            if type(value) is int and value > LARGEST_COUNT and parameter.name not in MAY_BE_LARGE:
+                expected = f"a number up to {LARGEST_COUNT}"
+                raise typer.BadParameter(f"{_spelling(parameter)}: expected {expected}, got {value}")
+        return words
 
 
 class Command(NamedTuple):
@@ -142,7 +160,7 @@ def _app(named: Command | None) -> typer.Typer:
     app.callback()(_root)
     for command in COMMANDS:
         function = command.load() if command is named else _not_imported
-        app.command(command.name, cls=NoEmptyValues, short_help=command.summary)(function)
+        app.command(command.name, cls=CheckedCommand, short_help=command.summary)(function)
     return app
 
 
@@ -217,6 +235,16 @@ def _spelling(parameter: Any) -> str:
     """Return what a user writes for an option, or reads for an argument."""
     is_option = parameter.param_type_name == "option"
     return max(parameter.opts, key=len) if is_option else parameter.metavar
+
+
+def _place_of_words(parameters: Sequence[Any], words: list[str]) -> str:
+    """Say what a command takes besides its options, and where words that it does not take belong."""
+    arguments = [one.metavar for one in parameters if one.param_type_name == "argument"]
+    options = {spelling for one in parameters for spelling in one.opts}
+    expected = ["only " + " and ".join(arguments)] if arguments else []
+    expected += [place for option, place in PLACES_OF_WORDS.items() if option in options]
+    also = "also " if arguments else ""
+    return f"expected {', or '.join(expected) or 'only options'}, got {also}{' '.join(words)}"
 
 
 def _refused_value(error: Any) -> tuple[str, str] | None:
