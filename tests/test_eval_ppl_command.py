@@ -219,8 +219,8 @@ def test_nan_logits_are_an_error_and_no_number(run, text, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "error: text: expected at least 2 tokens, one to read and one to predict, got 0"),
-        (b"7", "error: text: expected at least 2 tokens, one to read and one to predict, got 1"),
+        (b"", "a.txt: expected at least 2 tokens, one to read and one to predict, got 0"),
+        (b"7", "a.txt: expected at least 2 tokens, one to read and one to predict, got 1"),
         (b"\xff\xfe1\x00", "expected UTF-8 text, got byte 0xff at offset 0"),
     ],
 )
@@ -228,8 +228,15 @@ def test_a_text_with_nothing_to_score_is_one_clear_error(run, tmp_path, content,
     (tmp_path / "a.txt").write_bytes(content)
     status, out, err = run(str(tmp_path / "a.txt"), "--json")
     assert (status, out) == (1, "")
-    assert message in err
+    assert err.startswith(f"error: {tmp_path / 'a.txt'}: ") and message in err
     assert "Traceback" not in err
+
+
+def test_documents_too_short_to_score_are_told_from_a_short_text(run, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "7"}\n' * 5)
+    status, _, err = run(str(tmp_path / "a.jsonl"), "--documents")
+    assert status == 1
+    assert "a.jsonl: expected at least 2 tokens, one to read and one to predict, got at most 1 in each" in err
 
 
 def test_a_tokenizer_past_the_models_vocabulary_is_an_error_with_both_numbers(run, text, tmp_path):

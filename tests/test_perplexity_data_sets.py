@@ -87,7 +87,9 @@ def test_the_hubs_own_conversion_serves_where_the_repository_has_no_text_files(c
 
 @pytest.mark.parametrize("name", ["wikitext", "lambada", "owner/name:config:test"])
 def test_offline_and_not_cached_names_the_command_that_fetches_it(cache, name):
-    with pytest.raises(Mamba2Error, match="expected it in the cache or a network, got neither") as error:
+    with pytest.raises(
+        Mamba2Error, match="in the cache or a network, or a file of that name, got none"
+    ) as error:
         read_text(name)
     assert "hf download --repo-type dataset" in error.value.hint
 
@@ -133,5 +135,7 @@ def test_a_repository_that_does_not_exist_is_an_error(monkeypatch):
         raise errors.RepositoryNotFoundError.__new__(errors.RepositoryNotFoundError)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", missing)
-    with pytest.raises(Mamba2Error, match="data set owner/name: expected one of the hub, got none"):
+    with pytest.raises(
+        Mamba2Error, match="data set owner/name: expected a file here or a data set of the hub, got neither"
+    ):
         read_text("owner/name")

@@ -102,11 +102,20 @@ def test_parquet_without_the_column_or_with_numbers_in_it_is_an_error(tmp_path):
 
 
 def test_what_is_neither_name_nor_file_nor_data_set_is_an_error(tmp_path):
-    for name in ("wikitxt", "missing/file.txt", "a/b/c", str(tmp_path / "missing.jsonl")):
-        with pytest.raises(Mamba2Error, match="none of them"):
+    for name in ("wikitxt", "owner/name:config:split:more"):
+        with pytest.raises(Mamba2Error, match=r"expected wikitext, .*none of them"):
             read_text(name)
     with pytest.raises(Mamba2Error, match="got the folder"):
         read_text(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["missing.txt", "book.md", "missing/file.txt", "a/b/c", "./x", "../x", "~/x", "/x/y"]
+)
+def test_what_looks_like_a_file_is_said_to_be_none(name):
+    with pytest.raises(Mamba2Error) as error:
+        read_text(name)
+    assert error.value.message == f"text: expected a file, got {name}: no such file"
 
 
 def test_wikitext_rows_are_joined_by_blank_lines_empty_rows_included():

@@ -108,6 +108,12 @@ def test_a_text_with_nothing_to_predict_is_named(run, text):
     assert err.startswith(f"error: {text}: expected at least 2 tokens, ")
 
 
+def test_a_text_that_is_not_there_is_said_before_a_model_is_loaded(capfd, model, monkeypatch):
+    monkeypatch.setattr("mamba_cli.load_model", lambda *arguments, **options: pytest.fail("was loaded"))
+    assert main(["quantize-state", model, "--calibrate", "no/book.md.txt"]) == 1
+    assert capfd.readouterr().err == "error: text: expected a file, got no/book.md.txt: no such file\n"
+
+
 def test_formats_to_compare_may_have_spaces_between(run):
     found = strict(run("--json", "--compare", " bf16, int4,")[1])
     assert [one["name"] for one in found["formats"]] == ["fp32", "bf16", "int4", "int8"]

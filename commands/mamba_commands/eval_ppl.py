@@ -171,7 +171,7 @@ def eval_ppl(
         token = prefix_token(lm.tokenizer, prefix)
         texts = source.documents(documents)
         encoded = encode_documents(texts, lm.tokenizer, token, lm.config.vocab_size, max_tokens)
-        plan = make_plan(encoded, lm.tokenizer, mode, window, stride, max_windows)
+        plan = make_plan(encoded, lm.tokenizer, mode, window, stride, max_windows, source.title)
         out.detail(f"{lm.name}: {_describe(lm)}, {len(plan.windows)} windows, {plan.predictions} predictions")
         if mode != "step" and (lm.state_format or lm.ssm_dtype):
             out.note(

@@ -23,6 +23,7 @@ from mamba_commands.output import Output
 if TYPE_CHECKING:
     from mamba_cli.language_model import LanguageModel
     from mamba_cli.perplexity.plan import Plan
+    from mamba_cli.perplexity.texts import Text
 
 BUILT_IN = "built-in text"
 DEFAULT_COMPARE = "fp32,bf16,int8,fp8,int4"
@@ -177,10 +178,11 @@ def quantize_state(
     load = partial(
         load_model, model, device, revision=revision, backend=backend, tokenizer=tokenizer, state_dtype="fp32"
     )
+    text = _read_text(calibrate, field)
     lm = load("float32" if dtype == "auto" else dtype)
-    text, plan = _plan(lm, calibrate, field, max_tokens, window)
+    plan = _plan(lm, text, max_tokens, window)
     tokens = "1 token" if plan.predictions == 1 else f"{plan.predictions} tokens"
-    out.note(f"{text}: {tokens}, each read once in fp32 and once in each format")
+    out.note(f"{text.title}: {tokens}, each read once in fp32 and once in each format")
     if plan.predictions < FEW_TOKENS:
         out.warning(f"{tokens} are few: what is chosen and measured on them may not hold for other texts")
     request = Request(state_dtype or "int8", given, target, sensitivity_tokens, seed)
@@ -194,10 +196,10 @@ def quantize_state(
     formats = [
         FormatReport(name, name == choice.format.name, cost, losses.get(name)) for name, cost in costs.items()
     ]
-    report = Report(lm, loss_dtype, plan, text, choice, formats, target)
+    report = Report(lm, loss_dtype, plan, text.name, choice, formats, target)
     try:
         if plot:
-            plot_errors(formats, plot, f"{lm.name} on {text}")
+            plot_errors(formats, plot, f"{lm.name} on {text.title}")
         if output:
             written = write_quantized(checkpoint, output, choice.format, choice.scales, overwrite)
             out.note(
@@ -221,22 +223,22 @@ def _parse_percent(text: str) -> float:
     return float(matched[1]) / 100
 
 
-def _plan(
-    lm: "LanguageModel", calibrate: str | None, field: str, max_tokens: int | None, window: int
-) -> "tuple[str, Plan]":
-    """Return what the text is called, and the plan of reading it token by token."""
-    from mamba_cli.perplexity.plan import make_plan
-    from mamba_cli.perplexity.texts import read_text
-    from mamba_cli.perplexity.tokens import encode_documents
+def _read_text(calibrate: str | None, field: str) -> "Text":
+    from mamba_cli.perplexity.texts import Text, read_text
     from mamba_cli.quantize.calibrate import built_in_text
 
-    if calibrate is None:
-        name, texts = BUILT_IN, [built_in_text()]
-    else:
-        source = read_text(calibrate, field)
-        name, texts = source.name, source.documents(split=False)
+    return read_text(calibrate, field) if calibrate else Text(BUILT_IN, [built_in_text()], has_headings=False)
+
+
+def _plan(lm: "LanguageModel", text: "Text", max_tokens: int | None, window: int) -> "Plan":
+    """Return the plan of reading the text token by token."""
+    from mamba_cli.perplexity.plan import make_plan
+    from mamba_cli.perplexity.tokens import encode_documents
+
     limit = max_tokens or MAX_TOKENS[lm.device.type]
-    encoded = encode_documents(texts, lm.tokenizer, None, lm.config.vocab_size, limit)
+    encoded = encode_documents(text.documents(split=False), lm.tokenizer, None, lm.config.vocab_size, limit)
     if (tokens := sum(len(document.ids) for document in encoded)) < 2:
-        raise Mamba2Error(f"{name}: expected at least 2 tokens, one to read and one to predict, got {tokens}")
-    return name, make_plan(encoded, lm.tokenizer, "step", window)
+        raise Mamba2Error(
+            f"{text.title}: expected at least 2 tokens, one to read and one to predict, got {tokens}"
+        )
+    return make_plan(encoded, lm.tokenizer, "step", window)

@@ -111,7 +111,7 @@ def _list(repo: str, revision: str) -> _Listing:
         ) from None
     except errors.RepositoryNotFoundError:
         raise Mamba2Error(
-            f"data set {repo}: expected one of the hub, got none of that name",
+            f"data set {repo}: expected a file here or a data set of the hub, got neither",
             hint="a private one needs hf auth login",
         ) from None
     except Exception as error:  # offline mode, no network, or a failing server: each has its own class
@@ -124,7 +124,8 @@ def _list(repo: str, revision: str) -> _Listing:
         if revision != CONVERTED:
             return _Listing([])
         raise Mamba2Error(
-            f"data set {repo}: expected it in the cache or a network, got neither ({reason})",
+            f"data set {repo}: expected it in the cache or a network, or a file of that name, got none of "
+            f"these ({reason})",
             hint=f"with a network: hf download --repo-type dataset {repo}",
         ) from None
     folder = Path(cached)

@@ -43,11 +43,12 @@ def make_plan(
     window: int = DEFAULT_WINDOW,
     stride: int | None = None,
     max_windows: int | None = None,
+    title: str = "text",
 ) -> Plan:
     """Plan the measurement of `documents`; what the windows do not reach is cut off.
 
     mode: "window" and "step" score rolling windows, "carry" whole documents. stride: default `window`.
-    max_windows: only the first so many windows, or chunks.
+    max_windows: only the first so many windows, or chunks. title: what an error calls the text.
     """
     if mode not in MODES:
         raise Mamba2Error(f"mode: expected {', '.join(MODES)}, got {mode}")
@@ -59,10 +60,11 @@ def make_plan(
     reach = plan_windows([len(document.ids) for document in documents], window, stride)[:max_windows]
     kept = cut_to_windows(documents, reach, tokenizer)
     if not kept:
-        tokens = sum(len(document.ids) for document in documents)
+        longest = max((len(document.ids) for document in documents), default=0)
+        found = f"at most {longest} in each document" if len(documents) > 1 else str(longest)
         raise Mamba2Error(
-            f"text: expected at least 2 tokens, one to read and one to predict, got {tokens}",
-            hint="--prefix bos or eos makes a single token predictable" if tokens else None,
+            f"{title}: expected at least 2 tokens, one to read and one to predict, got {found}",
+            hint="--prefix bos or eos makes a single token predictable" if longest else None,
         )
     lengths = [len(document.ids) for document in kept]
     blocks = plan_windows(lengths, window, stride)

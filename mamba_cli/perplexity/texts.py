@@ -26,7 +26,7 @@ ROW_SEPARATOR = "\n\n"
 # Two lines of formulas in WikiText's test split look like headings as well. They are taken for such:
 # that gives the 62 pages of EleutherAI/wikitext_document_level, which lm-evaluation-harness reads.
 _HEADING = re.compile(r"^ = [^=\n]*[^=\n\s] = $", re.MULTILINE)
-_DATA_SET = re.compile(r"[\w.-]+/[\w.-]+(:[^:/]+){0,2}")
+_DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:/]+){0,2}")
 _FILE_SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
@@ -37,6 +37,11 @@ class Text:
     name: str
     rows: list[str]
     has_headings: bool
+
+    @property
+    def title(self) -> str:
+        """What a message calls it."""
+        return "standard input" if self.name == "-" else self.name
 
     def documents(self, split: bool) -> list[str]:
         """Return the documents; joined (or split at headings) they are the text, character for character."""
@@ -74,6 +79,8 @@ def read_text(name: str, field: str = "text") -> Text:
     if path.suffix not in _FILE_SUFFIXES and _DATA_SET.fullmatch(name):
         rows = _data_set_rows(name, field)
         return Text(name, rows, has_headings=name.startswith("Salesforce/wikitext:"))
+    if ":" not in name and (path.suffix or len(path.parts) > 1):
+        raise Mamba2Error(f"text: expected a file, got {name}: no such file")
     raise Mamba2Error(
         f"text: expected {', '.join(NAMED)}, a file, - or owner/name of a data set, got {name}, "
         "which is none of them"
