@@ -79,7 +79,7 @@ def read_text(name: str, field: str = "text") -> Text:
     if path.suffix not in _FILE_SUFFIXES and _DATA_SET.fullmatch(name):
         rows = _data_set_rows(name, field)
         return Text(name, rows, has_headings=name.startswith("Salesforce/wikitext:"))
-    if ":" not in name and (path.suffix or len(path.parts) > 1):
+    if ":" not in name and ("/" in name or path.suffix):
         raise Mamba2Error(f"text: expected a file, got {name}: no such file")
     raise Mamba2Error(
         f"text: expected {', '.join(NAMED)}, a file, - or owner/name of a data set, got {name}, "
