@@ -9,6 +9,7 @@ import torch
 
 from mamba_cli.decoding import decode
 from mamba_cli.errors import Mamba2Error
+from mamba_cli.machine import check_room
 from mamba_cli.sampling import SamplingParams, UniformNumbers
 from mamba_cli.stops import StopStrings
 from mamba_cli.tokenizer import TextStream
@@ -81,7 +82,7 @@ def generate(
     A sample ends after max_new_tokens, at a string of `stop`, or at the tokenizer's end-of-text token
     unless ignore_eos. The random numbers of sample i depend on `seed` and i alone. Ids that the
     tokenizer does not know are never chosen. Raises Mamba2Error where the prompt does not fit the
-    model or the model's logits are not numbers.
+    model, the samples do not fit the memory, or the model's logits are not numbers.
     """
     config, tokenizer = lm.config, lm.tokenizer
     if max(prompt_ids) >= config.vocab_size:
@@ -89,8 +90,6 @@ def generate(
             f"prompt: expected token ids below vocab_size {config.vocab_size}, got {max(prompt_ids)}",
             "name the model's own tokenizer with --tokenizer PATH_OR_REPO",
         )
-    eos_id = None if ignore_eos else tokenizer.eos_id
-    rows = [_Row(tokenizer.stream(prompt_ids), StopStrings(stop), eos_id) for _ in range(num_samples)]
 
     start = time.perf_counter()
     logits, state = lm.prefill(torch.tensor([list(prompt_ids)]))
@@ -102,7 +101,10 @@ def generate(
     prefill_seconds = time.perf_counter() - start
 
     if num_samples > 1:
+        check_room("num-samples", num_samples, state.nbytes, lm.device)
         logits, state = logits.expand(num_samples, -1), state.repeat(num_samples)
+    eos_id = None if ignore_eos else tokenizer.eos_id
+    rows = [_Row(tokenizer.stream(prompt_ids), StopStrings(stop), eos_id) for _ in range(num_samples)]
     vocab_size = min(config.vocab_size, tokenizer.vocab_size)
     steps = decode(lm, logits, state, params, vocab_size, prompt_ids, UniformNumbers(seed, num_samples))
     decode_seconds = 0.0

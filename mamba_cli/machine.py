@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mamba_cli.errors import Mamba2Error
+
 if TYPE_CHECKING:  # versions are asked for where torch may be what is broken
     import torch
 
@@ -97,3 +99,13 @@ def free_memory(device: "torch.device") -> int | None:
         if found := re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
             return int(found[1]) * 1024
     return None
+
+
+def check_room(what: str, sequences: int, state_bytes: int, device: "torch.device") -> None:
+    """Refuse more sequences than the free memory holds states of; what else they need is not counted."""
+    free = free_memory(device)
+    if free is not None and sequences * state_bytes > free:
+        raise Mamba2Error(
+            f"{what}: expected at most {free // state_bytes}, whose states of {state_bytes:,} bytes the free "
+            f"memory holds, got {sequences}"
+        )

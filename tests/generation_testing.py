@@ -67,6 +67,10 @@ class StubState:
     def __init__(self, rows: list[list[int]]):
         self.rows = rows
 
+    @property
+    def nbytes(self) -> int:
+        return 8 * sum(map(len, self.rows))
+
     def repeat(self, count: int) -> "StubState":
         return StubState([list(row) for row in self.rows for _ in range(count)])
 

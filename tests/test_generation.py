@@ -219,3 +219,13 @@ def test_whatever_the_model_says_is_streamed_up_to_the_stop(bpe, text, stop):
     )
     strings = StopStrings(stop)
     assert last.samples[0].text == strings.push(text) + strings.finish()
+
+
+def test_more_samples_than_the_memory_holds_are_refused_before_anything_is_made_for_each(bpe, monkeypatch):
+    monkeypatch.setattr("mamba_cli.machine.free_memory", lambda device: 1000)
+    message = (
+        "num-samples: expected at most 62, whose states of 16 bytes the free memory holds, got 999999999"
+    )
+    with pytest.raises(Mamba2Error, match=f"^{message}$"):
+        run(markov(bpe), [5, 6], RANDOM, num_samples=999_999_999)
+    assert len(run(markov(bpe), [5, 6], RANDOM, num_samples=62, max_new_tokens=1)[1].samples) == 62

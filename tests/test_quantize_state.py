@@ -114,6 +114,13 @@ def test_a_text_that_is_not_there_is_said_before_a_model_is_loaded(capfd, model,
     assert capfd.readouterr().err == "error: text: expected a file, got no/book.md.txt: no such file\n"
 
 
+def test_a_batch_that_the_memory_cannot_hold_is_refused_before_the_losses_are_measured(run, monkeypatch):
+    monkeypatch.setattr("mamba_cli.quantize.study.choose", lambda *arguments: pytest.fail("was measured"))
+    status, out, err = run("--batch-size", "999999999")
+    assert (status, out) == (1, "")
+    assert err.startswith("error: --batch-size: expected at most ") and "got 999999999\n" in err
+
+
 def test_formats_to_compare_may_have_spaces_between(run):
     found = strict(run("--json", "--compare", " bf16, int4,")[1])
     assert [one["name"] for one in found["formats"]] == ["fp32", "bf16", "int4", "int8"]

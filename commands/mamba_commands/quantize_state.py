@@ -153,6 +153,7 @@ def quantize_state(
     from mamba_cli import load_model
     from mamba_cli.checkpoint import open_checkpoint
     from mamba_cli.hub import resolve
+    from mamba_cli.machine import check_room
     from mamba_cli.perplexity.plot import check_plot
     from mamba_cli.publish import check_destination
     from mamba_cli.quantize.plot import plot_errors
@@ -180,6 +181,8 @@ def quantize_state(
     )
     text = _read_text(calibrate, field)
     lm = load("float32" if dtype == "auto" else dtype)
+    if batch_size:  # which is run last
+        check_room("--batch-size", batch_size, lm.init_state(1).nbytes, lm.device)
     plan = _plan(lm, text, max_tokens, window)
     tokens = "1 token" if plan.predictions == 1 else f"{plan.predictions} tokens"
     out.note(f"{text.title}: {tokens}, each read once in fp32 and once in each format")
