@@ -187,7 +187,8 @@ def _as_pickle(source: Checkpoint, to: str, weights: str | None, max_shard_size:
         as_pickle = weights != "safetensors"
     if as_pickle and max_shard_size is not None:
         raise Mamba2Error(
-            "max-shard-size: expected safetensors, got a .bin, which is one file", "--safetensors"
+            "max-shard-size: expected safetensors, got a .bin, which is always one file",
+            "--safetensors writes as many files as it takes",
         )
     return as_pickle
 

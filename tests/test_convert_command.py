@@ -40,6 +40,14 @@ def test_command_prints_one_strict_json_document(tmp_path, source, capsys):
 def test_command_refuses_wrong_usage_with_2_and_broken_input_with_1(tmp_path, source, capsys):
     assert main(["convert", str(source), str(tmp_path / "x"), "--to", "pdf"]) == 2
     assert main(["convert", str(source), str(tmp_path / "x")]) == 2
+    capsys.readouterr()
+    assert main(["convert", "no-such", str(tmp_path / "x"), "--to", "hf", "--bin"]) == 2
+    assert "error: --bin: expected --to state-spaces beside it, got --to hf\n" in capsys.readouterr().err
+    shards = ["--to", "state-spaces", "--max-shard-size", "1KB"]
+    assert main(["convert", "no-such", str(tmp_path / "x"), *shards, "--bin"]) == 2
+    assert "error: --max-shard-size: expected no --bin beside it" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "x"), *shards]) == 1
+    assert "hint: --safetensors writes as many files as it takes\n" in capsys.readouterr().err
     assert main(["convert", str(source), str(tmp_path / "x"), "--to", "hf", "--max-shard-size", "0"]) == 2
     assert "error: --max-shard-size: expected a number of bytes" in capsys.readouterr().err
     shutil.copytree(source, tmp_path / "broken")

@@ -63,7 +63,11 @@ def convert(
     from mamba_cli.errors import Mamba2Error
     from mamba_cli.writing import parse_size
 
+    if safetensors is False and to != "state-spaces":
+        raise typer.BadParameter(f"--bin: expected --to state-spaces beside it, got --to {to}")
     if max_shard_size is not None:
+        if safetensors is False:
+            raise typer.BadParameter("--max-shard-size: expected no --bin beside it, which is always one file")
         try:
             parse_size(max_shard_size)
         except Mamba2Error as error:
