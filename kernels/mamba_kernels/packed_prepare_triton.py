@@ -20,7 +20,7 @@ from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wa
 from mamba_kernels.packed_products_triton import (
     CHUNK,
     LARGEST,
-    PARTS,
+    LIVE,
     SMALLEST,
     is_among,
 )
@@ -35,11 +35,11 @@ class Common(NamedTuple):
 
     weights: (slots, nheads, 2 + 2 * window) float32, the decay, this token's weight, the weights of the
     window in its ring's order, 0 in this token's place, and the factors.
-    parts: (slots, ngroups, 3, PARTS, bytes of an int8 row) int8, C as an integer in 4 parts of 7 bits, the
+    parts: (slots, ngroups, 3, LIVE, bytes of an int8 row) int8, C as an integer in 4 parts of 7 bits, the
     lowest first, for int8 codes, for the lower and for the upper halves of int4 codes.
-    halves: (slots, ngroups, 2, PARTS, d_state) float16, C in 3 parts, the largest first, each a multiple of
+    halves: (slots, ngroups, 2, LIVE, d_state) float16, C in 3 parts, the largest first, each a multiple of
     2^-11 of the unit of the one before, for fp16 codes and for fp8 codes.
-    bfloats: (slots, ngroups, PARTS, d_state) bfloat16, C as a sum of 3 parts, for bf16 codes.
+    bfloats: (slots, ngroups, LIVE, d_state) bfloat16, C as a sum of 3 parts, for bf16 codes.
     unit: (slots, ngroups, 2) float32, what parts and halves are multiples of.
     """
 
@@ -65,9 +65,9 @@ def _empty_common(packed: PackedState) -> Common:
     device = packed.codes.device
     return Common(
         torch.empty(slots, nheads, 2 + 2 * window, device=device),
-        torch.empty(slots, ngroups, 3, PARTS.value, -(-d_state // 4) * 4, dtype=torch.int8, device=device),
-        torch.empty(slots, ngroups, 2, PARTS.value, d_state, dtype=torch.float16, device=device),
-        torch.empty(slots, ngroups, PARTS.value, d_state, dtype=torch.bfloat16, device=device),
+        torch.empty(slots, ngroups, 3, LIVE.value, -(-d_state // 4) * 4, dtype=torch.int8, device=device),
+        torch.empty(slots, ngroups, 2, LIVE.value, d_state, dtype=torch.float16, device=device),
+        torch.empty(slots, ngroups, LIVE.value, d_state, dtype=torch.bfloat16, device=device),
         torch.empty(slots, ngroups, 2, device=device),
     )
 
@@ -166,25 +166,25 @@ def _prepare_kernel(
         unit = top / LARGEST
         tl.store(unit_ptr, unit)
         ROW: tl.constexpr = (D_STATE + 3) // 4 * 4
-        parts_ptr += (slot * GROUPS + group) * (3 * PARTS * ROW)
+        parts_ptr += (slot * GROUPS + group) * (3 * LIVE * ROW)
         if is_among(INT8, AS_LOADED):
             _store_parts(parts_ptr, C_ptr, unit, 0, 1, D_STATE, ROW, BLOCK_N)
         if is_among(INT4, AS_LOADED):
-            _store_parts(parts_ptr + PARTS * ROW, C_ptr, unit, 0, 2, D_STATE, ROW, BLOCK_N // 2)
-            _store_parts(parts_ptr + 2 * PARTS * ROW, C_ptr, unit, 1, 2, D_STATE, ROW, BLOCK_N // 2)
+            _store_parts(parts_ptr + LIVE * ROW, C_ptr, unit, 0, 2, D_STATE, ROW, BLOCK_N // 2)
+            _store_parts(parts_ptr + 2 * LIVE * ROW, C_ptr, unit, 1, 2, D_STATE, ROW, BLOCK_N // 2)
     group_row = slot * GROUPS + group
     if is_among(FP16, AS_LOADED) or is_among(FP8, AS_LOADED):
         # A power of two: its multiples are exact, and the first part holds the whole of a 16-bit C, but for
         # what is too small beside the largest to count in float32.
         power = (top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         tl.store(unit_ptr + 1, power)
-        halves_ptr += group_row * (2 * PARTS * D_STATE)
+        halves_ptr += group_row * (2 * LIVE * D_STATE)
         if is_among(FP16, AS_LOADED):
             _store_floats(halves_ptr, C_ptr, power, 2048.0, 2, D_STATE, BLOCK_N)
         if is_among(FP8, AS_LOADED):
-            _store_floats(halves_ptr + PARTS * D_STATE, C_ptr, power, 2048.0, 4, D_STATE, BLOCK_N)
+            _store_floats(halves_ptr + LIVE * D_STATE, C_ptr, power, 2048.0, 4, D_STATE, BLOCK_N)
     if is_among(BF16, AS_LOADED):
-        _store_floats(bfloats_ptr + group_row * (PARTS * D_STATE), C_ptr, 1.0, 1.0, 2, D_STATE, BLOCK_N)
+        _store_floats(bfloats_ptr + group_row * (LIVE * D_STATE), C_ptr, 1.0, 1.0, 2, D_STATE, BLOCK_N)
 
 
 @triton.jit
@@ -199,10 +199,9 @@ def _store_parts(
     place_in = place < 4 * WORDS
     C = tl.load(C_ptr + column, mask=place_in, other=0.0).to(tl.float32)
     whole = (C / unit).to(tl.int32)
-    part = tl.arange(0, PARTS)[None, :]
+    part = tl.arange(0, LIVE)[None, :]
     # 7 bits of each, which are positive as int8, but the last keeps the sign.
-    value = tl.where(part < 3, whole[:, None] >> 7 * tl.minimum(part, 3) & 127, whole[:, None] >> 21)
-    value = tl.where(part < 4, value, 0)
+    value = tl.where(part < 3, whole[:, None] >> 7 * part & 127, whole[:, None] >> 21)
     tl.store(parts_ptr + part * ROW + place[:, None], value.to(tl.int8), mask=place_in[:, None])
 
 
@@ -224,7 +223,7 @@ def _store_floats(
     column = number % FIELDS * (D_STATE // FIELDS) + number // FIELDS
     C = tl.load(C_ptr + column, mask=place_in, other=0.0).to(tl.float32) / unit
     parts_ptr += place
-    for part in tl.static_range(PARTS):
+    for part in tl.static_range(LIVE):
         value = C.to(parts_ptr.dtype.element_ty)
         tl.store(parts_ptr + part * D_STATE, value, mask=place_in)
         # What the bits of the one before leave of float32's 24.

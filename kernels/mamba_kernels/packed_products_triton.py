@@ -15,7 +15,9 @@ from mamba_kernels.state_codes_triton import BF16, FP8, FP16, INT4, INT8
 
 # Bytes of a row in a chunk: an operand's row is shared by 4 lanes, and a lane loads 16 bytes at once.
 CHUNK = tl.constexpr(64)
-# Columns that C's parts are padded to with zeros, the least of a product on the tensor cores.
+# C's parts, four of an integer and three of other numbers, and the columns that they are padded to with zeros,
+# the least of a product on the tensor cores.
+LIVE = tl.constexpr(4)
 PARTS = tl.constexpr(8)
 # C is an integer below 2^28, less what dividing by the unit in float32 could round up to it.
 LARGEST = tl.constexpr(268435200.0)
@@ -139,11 +141,12 @@ def _in_order(numbers, AT_A_TIME: tl.constexpr):
 def load_parts(parts_ptr, chunk, ROW: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr):
     """C's parts beside a chunk of codes that are multiplied as KIND, int8, fp16 or bf16: (64 or 32, PARTS).
 
-    parts_ptr: (PARTS, ROW words), each row in the order of codes in memory, so that parts are put into an
+    parts_ptr: (LIVE, ROW words), each row in the order of codes in memory, so that parts are put into an
     operand's order as codes are.
     """
-    rows = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (tl.arange(0, PARTS) * ROW)[:, None]
-    words = tl.load(rows + (chunk * 16 + tl.arange(0, 16))[None, :])
+    part = tl.arange(0, PARTS)
+    rows = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (part * ROW)[:, None]
+    words = tl.load(rows + (chunk * 16 + tl.arange(0, 16))[None, :], mask=(part < LIVE)[:, None], other=0)
     return tl.trans(as_operand(words, KIND, INTERPRET)[0])
 
 

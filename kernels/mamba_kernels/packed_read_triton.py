@@ -5,6 +5,7 @@ import triton.language as tl
 
 from mamba_kernels.packed_products_triton import (
     CHUNK,
+    LIVE,
     PARTS,
     as_operand,
     load_chunk,
@@ -62,12 +63,12 @@ def multiply(
         return _multiply_decoded(codes[0], C_ptr, columns, KIND, D_STATE, BLOCK_W)
     elif is_integer(KIND):
         ROW: tl.constexpr = (D_STATE + 3) // 4 * 4
-        parts_ptr += group_row * (3 * PARTS * ROW)
+        parts_ptr += group_row * (3 * LIVE * ROW)
         sums = tl.zeros((P, PARTS), tl.int32)
         for chunk in tl.static_range(WORDS * 4 // CHUNK):
             numbers = as_operand(codes[chunk], KIND, INTERPRET)
             for half in tl.static_range(len(numbers)):
-                own_ptr = parts_ptr + (half if KIND == INT8 else 1 + half) * (PARTS * ROW)
+                own_ptr = parts_ptr + (half if KIND == INT8 else 1 + half) * (LIVE * ROW)
                 C_parts = load_parts(own_ptr, chunk, ROW // 4, INT8, INTERPRET)
                 sums = tl.dot(numbers[half], C_parts, sums, out_dtype=tl.int32)
         # The halves of bytes are 16 times int4 codes.
@@ -76,9 +77,9 @@ def multiply(
         # fp8 codes are multiplied as float16.
         ELEMENT: tl.constexpr = BF16 if KIND == BF16 else FP16
         if KIND == BF16:
-            parts_ptr = bfloats_ptr + group_row * (PARTS * D_STATE)
+            parts_ptr = bfloats_ptr + group_row * (LIVE * D_STATE)
         else:
-            parts_ptr = halves_ptr + (group_row * 2 + (1 if KIND == FP8 else 0)) * (PARTS * D_STATE)
+            parts_ptr = halves_ptr + (group_row * 2 + (1 if KIND == FP8 else 0)) * (LIVE * D_STATE)
         sums = tl.zeros((P, PARTS), tl.float32)
         for chunk in tl.static_range(WORDS * 4 // CHUNK):
             numbers = as_operand(codes[chunk], KIND, INTERPRET)

@@ -250,8 +250,9 @@ def launch_packed_ssm_step(
     reads = batch * nheads * triton.cdiv(headdim, config["BLOCK_P"]) if format.window > 1 else 0
     norm = "none" if norm_weight is None else "norm_first" if norm_before_gate else "gate_first"
     common = common_of(packed)
-    # Half of the readings follow the last fold.
-    each = reads // (2 * folds)
+    # Half of the readings follow the last fold. Several formats at once, read and folded, would be more
+    # instructions than an SM's cache holds.
+    each = 0 if format.kinds & (format.kinds - 1) else reads // (2 * folds)
     with torch.cuda.device_of(zxbcdt):
         launch_prepare(
             zxbcdt, packed, dt_bias, A_log, common, ngroups=ngroups, dt_limit=dt_limit, slots=slots, pdl=pdl
