@@ -253,5 +253,7 @@ def _resolve_backend(name: str, device: torch.device, dtype: torch.dtype) -> str
     try:
         with use_backend(name):
             return backend_for(device)
-    except (RuntimeError, ValueError) as error:
+    except ValueError as error:
         raise Mamba2Error(str(error)) from error
+    except RuntimeError as error:
+        raise Mamba2Error(str(error), "--backend torch runs on every device") from error

@@ -14,7 +14,7 @@ from mamba_cli.errors import Mamba2Error
 from mamba_cli.load import random_model
 from mamba_cli.shapes import published_config
 from mamba_cli.step_graph import step_function
-from mamba_kernels.backend import backend_for, interpreting, use_backend
+from mamba_kernels.backend import interpreting, triton_problem, use_backend
 from mamba_kernels.causal_conv1d import (
     causal_conv1d_fn,
     causal_conv1d_ref,
@@ -101,12 +101,7 @@ def why_not_triton(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on `device`; None where they can."""
     if device.type != "cuda" and not interpreting():
         return "no CUDA device"
-    try:
-        with use_backend("triton"):
-            backend_for(device)
-    except RuntimeError as error:
-        return str(error).removeprefix("backend triton: ")
-    return None
+    return triton_problem()
 
 
 def _compare(case: Case, device: torch.device, backend: str) -> str:

@@ -15,7 +15,6 @@ from mamba_cli import doctor, hub, self_test
 from mamba_cli.doctor import Device, diagnose
 from mamba_cli.self_test import Case
 from mamba_commands.app import main
-from mamba_kernels import backend
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -168,7 +167,7 @@ def test_a_gpu_that_triton_serves_is_not_broken(monkeypatch):
 
 def test_why_triton_cannot_run_is_its_own_error(monkeypatch):
     reason = "cannot import triton (ImportError: boom)"
-    monkeypatch.setattr(backend, "triton_problem", lambda: reason)
+    monkeypatch.setattr(self_test, "triton_problem", lambda: reason)
     for device in (CPU, torch.device("cuda")):
         monkeypatch.setattr(self_test, "interpreting", lambda: True)
         assert self_test.why_not_triton(device) == reason

@@ -46,11 +46,13 @@ def backend_for(device: torch.device) -> str:
         return "torch"
     problem = triton_problem()
     if problem is None and device.type != "cuda" and not interpreting():
-        problem = f"needs a CUDA device (or TRITON_INTERPRET=1), got {device.type}"
+        raise RuntimeError(
+            f"backend triton: expected a CUDA device (or TRITON_INTERPRET=1), got {device.type}"
+        )
     if problem is None:
         return "triton"
     if name == "triton":
-        raise RuntimeError(f"backend triton: {problem}")
+        raise RuntimeError(f"backend triton: expected a Triton that imports, got: {problem}")
     _warn_once(problem)
     return "torch"
 
