@@ -6,7 +6,7 @@ dt_bias, so inspecting a large model is quick. Reading every tensor is `mamba_cl
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ import torch
 from mamba_cli.checkpoint import Checkpoint
 from mamba_cli.config import ModelConfig
 from mamba_cli.errors import Mamba2Error
-from mamba_cli.quantize.saved import describe_saved
+from mamba_cli.quantize.saved import describe_saved, read_saved
 from mamba_cli.schema import tensor_shapes
 from mamba_cli.state import init_state
-from mamba_cli.state_format import half_lives, parse_state_spec, recommended_format
+from mamba_cli.state_format import StateFormat, half_lives, parse_state_spec, recommended_format
 from mamba_cli.storage import StoredTensor, dtype_name
 from mamba_cli.tokenizer import DEFAULT_TOKENIZER, DEFAULT_VOCAB_SIZES, find_tokenizer, load_tokenizer
 from mamba_kernels.packed_state import STATE_DTYPES
@@ -55,13 +55,15 @@ class StateBytes:
     ssm: all layers' SSM states, with the scales and the window of recent tokens that belong to a
     quantized one, and heads with a long memory in a wider dtype. conv: all layers' convolution windows,
     and kv_per_token: keys and values of all attention layers for one token; both in fp32 for fp32, else
-    in 16 bits.
+    in 16 bits, or as a saved format has it. saved: whether it is the format that lies with the checkpoint,
+    `dtype` then its name, which may be one of those dtypes with other heads in a wider one.
     """
 
     dtype: str
     ssm: int
     conv: int
     kv_per_token: int
+    saved: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,10 @@ def inspect_checkpoint(checkpoint: Checkpoint, model: str) -> Inspection:
     """Gather the facts of an opened checkpoint; `model` is what the user called it."""
     config = checkpoint.config
     lives = [_half_lives(checkpoint, index) for index in range(config.n_layer)]
+    saved = read_saved(checkpoint)
+    state = [state_bytes(config, dtype, lives) for dtype in STATE_DTYPES]
+    if saved:
+        state.append(saved_state_bytes(config, saved[0]))
     return Inspection(
         model=model,
         folder=str(checkpoint.folder),
@@ -139,8 +145,8 @@ def inspect_checkpoint(checkpoint: Checkpoint, model: str) -> Inspection:
         parameters=count_parameters(config),
         stored=stored_bytes(checkpoint),
         padding=config.vocab_rows - config.vocab_size,
-        state=tuple(state_bytes(config, dtype, lives) for dtype in STATE_DTYPES),
-        state_quantization=describe_saved(checkpoint),
+        state=tuple(state),
+        state_quantization=describe_saved(*saved) if saved else None,
         tokenizer=tokenizer_facts(checkpoint),
         layers=tuple(_layer(config, index, of_layer) for index, of_layer in enumerate(lives)),
         notes=checkpoint.notes,
@@ -236,8 +242,19 @@ def state_bytes(config: ModelConfig, dtype: str, lives: Sequence[torch.Tensor | 
     """
     spec = parse_state_spec(dtype)
     state_format = None if spec.plain else recommended_format(config, lives, spec)
+    return _allocated(config, dtype, spec.plain, state_format)
+
+
+def saved_state_bytes(config: ModelConfig, state_format: StateFormat) -> StateBytes:
+    """Return the bytes that one sequence's state is allocated in the format that lies with a checkpoint."""
+    return replace(_allocated(config, state_format.name, None, state_format), saved=True)
+
+
+def _allocated(
+    config: ModelConfig, dtype: str, plain: torch.dtype | None, state_format: StateFormat | None
+) -> StateBytes:
     activations = torch.float32 if dtype == "fp32" else torch.bfloat16
-    state = init_state(config, 1, activations, torch.device("meta"), spec.plain, state_format)
+    state = init_state(config, 1, activations, torch.device("meta"), plain, state_format)
     conv = sum(layer.conv.nbytes for layer in state.layers if layer.conv is not None)
     kv = 0
     if config.attention is not None:

@@ -14,6 +14,7 @@ import torch
 from mamba_commands.app import main
 from mamba_commands.log_axis import BAR, PLAIN_BAR, LogAxis, short
 from model_testing import DATA
+from quantize_testing import quantize, save
 
 GOLDEN = DATA / "golden"
 
@@ -98,6 +99,15 @@ def test_piped_tables_are_tab_separated_lines(capsys):
     attention = layers.splitlines()[2].split("\t")
     assert attention[:3] == ["1", "attention", "-"]
     assert attention[-1] == "4 x 16, kv 4"
+
+
+def test_the_state_in_the_saved_format_is_the_last_row(capsys, tmp_path):
+    quantize(save(tmp_path), tmp_path / "out")
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    last = capsys.readouterr().out.split("\n\n")[1].splitlines()[-1].split("\t")
+    entry = document(capsys, str(tmp_path / "out"))["state"][-1]
+    assert last == ["int8:4 (saved)", str(entry["ssm"]), str(entry["conv"]), "0"]
+    assert entry["saved"] and entry["dtype"] == "int8:4"
 
 
 def test_a_terminal_of_60_columns_holds_every_layer_on_a_line(monkeypatch):

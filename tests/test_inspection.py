@@ -18,7 +18,8 @@ from mamba_cli.inspection import (
     state_bytes,
     tokenizer_facts,
 )
-from mamba_cli.load import random_model
+from mamba_cli.load import load_model, random_model
+from mamba_cli.quantize.saved import write_quantized
 from mamba_cli.shapes import published_config
 from mamba_cli.soundness import BLOCK, check_checkpoint, check_config, check_values
 from mamba_cli.state import AttentionState, init_state
@@ -26,6 +27,7 @@ from mamba_cli.tokenizer import DEFAULT_TOKENIZER
 from mamba_cli.weights import random_tensors
 from mamba_kernels.packed_state import STATE_DTYPES
 from model_testing import BASE, DATA, VARIANTS
+from quantize_testing import save, some_format, some_scales
 
 CODESTRAL = dataclasses.replace(
     published_config("2.7b"), d_model=4096, d_inner=8192, d_ssm=8192, ngroups=8, vocab_size=32768,
@@ -100,6 +102,18 @@ def test_bytes_of_a_quantized_state_are_those_the_model_allocates(dtype: str):
     conv = sum(layer.conv.nbytes for layer in state.layers)
     counted = state_bytes(BASE, dtype, lm.half_lives())
     assert (counted.ssm, counted.conv) == (state.nbytes - conv, conv)
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("conv", ["auto", "int8"])
+def test_bytes_of_a_saved_format_are_those_the_model_allocates(tmp_path: Path, outer: bool, conv: str):
+    saved = some_format(conv=conv)
+    write_quantized(open_checkpoint(save(tmp_path)), tmp_path / "out", saved, some_scales(outer=outer))
+    state = load_model(tmp_path / "out", "cpu", "bfloat16").init_state(1)
+    conv_bytes = sum(layer.conv.nbytes for layer in state.layers)
+    *others, counted = inspect_checkpoint(open_checkpoint(tmp_path / "out"), "out").state
+    assert (counted.dtype, counted.ssm, counted.conv) == ("int8:4", state.nbytes - conv_bytes, conv_bytes)
+    assert counted.saved and not any(other.saved for other in others)
 
 
 def test_layers_of_a_hybrid_model_have_half_lives_but_for_attention():

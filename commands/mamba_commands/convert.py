@@ -67,7 +67,7 @@ def convert(
         raise typer.BadParameter(f"--bin: expected --to state-spaces beside it, got --to {to}")
     if max_shard_size is not None:
         if safetensors is False:
-            raise typer.BadParameter("--max-shard-size: expected no --bin beside it, which is always one file")
+            raise typer.BadParameter("--max-shard-size: expected no --bin beside it, as that is one file")
         try:
             parse_size(max_shard_size)
         except Mamba2Error as error:

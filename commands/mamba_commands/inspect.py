@@ -54,7 +54,8 @@ def inspect(
 
     State bytes are for one sequence. Those of a quantized state include its scales and its window of
     recent tokens, and heads that remember long are in a wider dtype, as --state-dtype keeps them; the
-    convolution's state and attention's keys and values are in fp32 or 16 bits.
+    convolution's state and attention's keys and values are in fp32 or 16 bits. A last row has the format
+    that quantize-state saved with the model.
 
     --check exits with 1 where a tensor holds NaN or infinities, or a weight is all zeros or constant.
     """
@@ -144,7 +145,13 @@ def _print_facts(inspection: "Inspection", out: Output) -> None:
     out.table(("fact", "value"), [(name, _words(value)) for name, value in _facts(inspection)])
     _next_table("Bytes of one sequence's state, by the SSM state's dtype", out)
     state = [
-        (row.dtype, number(row.ssm), number(row.conv), number(row.kv_per_token)) for row in inspection.state
+        (
+            f"{row.dtype} (saved)" if row.saved else row.dtype,
+            number(row.ssm),
+            number(row.conv),
+            number(row.kv_per_token),
+        )
+        for row in inspection.state
     ]
     out.table(("dtype", "ssm_state", "conv_state", "kv/token"), state)
     _next_table("Half-life of the heads' memory, in tokens", out)

@@ -101,12 +101,8 @@ def read_saved(checkpoint: Checkpoint) -> tuple[StateFormat, Scales] | None:
     return format, _read_scales(checkpoint.folder, checkpoint.config, outer)
 
 
-def describe_saved(checkpoint: Checkpoint) -> str | None:
-    """Say in one line how a checkpoint wants its state kept; None where it does not say."""
-    saved = read_saved(checkpoint)
-    if saved is None:
-        return None
-    format, scales = saved
+def describe_saved(format: StateFormat, scales: Scales) -> str:
+    """Say in one line how a checkpoint wants its state kept."""
     return "; ".join(
         [format.name, *(f"{key} {value}" for key, value in describe(format, scales.outer).items())]
     )
