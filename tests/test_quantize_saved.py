@@ -13,6 +13,7 @@ from mamba_cli.checkpoint import open_checkpoint
 from mamba_cli.convert import convert
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.load import load_model
+from mamba_cli.quantize import saved
 from mamba_cli.quantize.saved import check_can_carry, find_section, read_saved, write_quantized
 from mamba_cli.quantize.section import write_section
 from model_testing import BASE, hybrid
@@ -51,17 +52,37 @@ def test_weights_are_links_and_everything_else_is_a_file_of_its_own(tmp_path):
     assert written.linked == (source / "model.safetensors").stat().st_size
 
 
-def test_weights_are_copied_where_they_cannot_be_linked(tmp_path, monkeypatch):
-    source = save(tmp_path, "hf")
-
+@pytest.fixture
+def no_links(monkeypatch):
     def refuse(*arguments):
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
+
+
+def test_weights_are_copied_where_they_cannot_be_linked(tmp_path, no_links):
+    source = save(tmp_path, "hf")
     written = quantize(source, tmp_path / "out")
     assert written.linked == 0
     assert not os.path.samefile(tmp_path / "out" / "model.safetensors", source / "model.safetensors")
     assert digest(tmp_path / "out")["model.safetensors"] == digest(source)["model.safetensors"]
+
+
+def test_copying_says_how_far_it_is(tmp_path, monkeypatch, no_links):
+    monkeypatch.setattr(saved, "COPIED_AT_ONCE", 5000)
+    shares = []
+    written = quantize(save(tmp_path, "hf"), tmp_path / "out", on_progress=shares.append)
+    assert sum(shares) == pytest.approx(1)
+    assert max(shares) == 5000 / (2 * written.copied)
+
+
+@pytest.mark.parametrize("other", [b"b", b"ba", b""])
+def test_a_copy_that_differs_is_refused(tmp_path, other):
+    (tmp_path / "source").write_bytes(b"a")
+    with pytest.raises(Mamba2Error, match="target: expected the source's bytes, got others"):
+        saved._copy(
+            tmp_path / "source", tmp_path / "target", lambda n: (tmp_path / "source").write_bytes(other)
+        )
 
 
 def test_a_snapshot_of_links_into_the_hubs_cache_becomes_files(tmp_path):

@@ -1,5 +1,6 @@
 """`mamba2 quantize-state`, run through main() over a small checkpoint on disk."""
 
+import contextlib
 import io
 import json
 import math
@@ -119,6 +120,19 @@ def test_a_batch_that_the_memory_cannot_hold_is_refused_before_the_losses_are_me
     status, out, err = run("--batch-size", "999999999")
     assert (status, out) == (1, "")
     assert err.startswith("error: --batch-size: expected at most ") and "got 999999999\n" in err
+
+
+def test_writing_has_a_progress_bar(run, tmp_path, monkeypatch):
+    shown = {}
+
+    @contextlib.contextmanager
+    def progress(self, total, label):
+        shown[label] = 0
+        yield lambda amount, label=label: shown.update({label: shown.get(label, 0) + amount})
+
+    monkeypatch.setattr(Output, "progress", progress)
+    assert run("-o", str(tmp_path / "out"))[0] == 0
+    assert shown["writing"] == pytest.approx(1)
 
 
 def test_formats_to_compare_may_have_spaces_between(run):

@@ -204,7 +204,10 @@ def quantize_state(
         if plot:
             plot_errors(formats, plot, f"{lm.name} on {text.title}")
         if output:
-            written = write_quantized(checkpoint, output, choice.format, choice.scales, overwrite)
+            with out.progress(1, "writing") as advance:
+                written = write_quantized(
+                    checkpoint, output, choice.format, choice.scales, overwrite, advance
+                )
             out.note(
                 f"{output}: {len(written.files)} files, {written.linked:,} bytes linked to the source's, "
                 f"{written.copied:,} copied"

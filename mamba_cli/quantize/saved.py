@@ -4,11 +4,9 @@ The folder stays the plain model for every other tool. The section is a key of c
 format's own library refuses a key that it does not know, a file beside it.
 """
 
-import filecmp
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +41,7 @@ OTHER_FILES = (
     "additional_chat_templates/*.jinja", "README*", "LICEN[CS]E*", "NOTICE*", "COPYING*",
 )  # fmt: skip
 LARGEST_RECIPE = 16 << 20
+COPIED_AT_ONCE = 16 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -141,17 +140,23 @@ def check_can_carry(model: str, checkpoint_path: Path) -> None:
 
 
 def write_quantized(
-    checkpoint: Checkpoint, destination: Path, format: StateFormat, scales: Scales, overwrite: bool = False
+    checkpoint: Checkpoint,
+    destination: Path,
+    format: StateFormat,
+    scales: Scales,
+    overwrite: bool = False,
+    on_progress: Callable[[float], object] = lambda share: None,
 ) -> Written:
     """Write the folder `destination`: the checkpoint's own files, the section and the scales.
 
     Its own are the weights and what OTHER_FILES fits: no subfolders of other things, nothing that training
     left there. Weights are hard links to the source's files where the file system allows, else copies; every
     other file is a copy, and nothing refers to the source by its name. The folder appears when it is complete
-    and was read back as the same model.
+    and was read back as the same model. on_progress: is called with shares of the copying, 1 in all.
     """
     check_destination(destination, checkpoint.folder, overwrite)
-    linked = copied = 0
+    linked = 0
+    copies: list[tuple[Path, Path]] = []
     with new_folder(destination) as folder:
         for name, is_weights in _own_files(checkpoint.folder):
             # A hard link to a link is no file.
@@ -160,8 +165,10 @@ def write_quantized(
             if is_weights and _link(source, target):
                 linked += target.stat().st_size
             else:
-                _copy(source, target)
-                copied += target.stat().st_size
+                copies.append((source, target))
+        copied = sum(source.stat().st_size for source, _ in copies)
+        for source, target in copies:
+            _copy(source, target, lambda nbytes: on_progress(nbytes / (2 * copied)))
         _put_format(checkpoint.format, folder, format, scales)
         _check_written(folder, checkpoint, format)
         files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
@@ -214,10 +221,21 @@ def _link(source: Path, target: Path) -> bool:
     return True
 
 
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    if not filecmp.cmp(source, target, shallow=False):
-        raise Mamba2Error(f"{target.name}: expected the source's bytes, got others: is the disk sound?")
+def _copy(source: Path, target: Path, on_bytes: Callable[[int], object]) -> None:
+    """Copy a file and compare it with the copy; on_bytes is called with the bytes of each piece of both."""
+    with source.open("rb") as original, target.open("wb") as copy:
+        while piece := original.read(COPIED_AT_ONCE):
+            on_bytes(copy.write(piece))
+    with source.open("rb") as original, target.open("rb") as copy:
+        while True:
+            piece = original.read(COPIED_AT_ONCE)
+            if copy.read(COPIED_AT_ONCE) != piece:
+                raise Mamba2Error(
+                    f"{target.name}: expected the source's bytes, got others: is the disk sound?"
+                )
+            if not piece:
+                return
+            on_bytes(len(piece))
 
 
 def _check_written(folder: Path, source: Checkpoint, format: StateFormat) -> None:
