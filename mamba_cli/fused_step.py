@@ -1,5 +1,7 @@
 """The decode step of a plain Mamba-2 model, in three to five kernels a layer."""
 
+from functools import partial
+
 import torch
 
 from mamba_cli.config import ModelConfig
@@ -16,7 +18,7 @@ from mamba_kernels.decode_layer import (
     ssm_step,
 )
 from mamba_kernels.decode_norm import NormBuffers
-from mamba_kernels.packed_ssm_step import packed_ssm_step
+from mamba_kernels.packed_ssm_step import Preparation, packed_ssm_step
 from mamba_kernels.packed_state import PackedState, advance_positions
 
 
@@ -75,7 +77,10 @@ class FusedStep:
             self.hidden,
         )
         for block, memory, next_norm in zip(model.blocks, state.layers, norms, strict=True):
-            mixer = block.mixer
+            mixer, advance, prepare = block.mixer, ssm_step, None
+            if isinstance(memory.ssm, PackedState):
+                advance = partial(packed_ssm_step, prepared=True)
+                prepare = Preparation(memory.ssm, mixer.dt_bias, mixer.A_log, config.dt_limit)
             with memory.opened_window(mixer.conv_weight.dtype) as conv_state:
                 in_proj_step(
                     normed,
@@ -86,9 +91,9 @@ class FusedStep:
                     mixer.conv_bias,
                     self.zxbcdt,
                     d_ssm=config.d_ssm,
+                    prepare=prepare,
                     pdl=self.pdl and conv_state is memory.conv,  # else a kernel has just written it
                 )
-            advance = packed_ssm_step if isinstance(memory.ssm, PackedState) else ssm_step
             gated = advance(
                 self.zxbcdt,
                 memory.ssm,

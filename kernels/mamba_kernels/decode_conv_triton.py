@@ -53,8 +53,22 @@ def load_conv_bias(conv_bias_ptr, channel, is_conv):
 
 
 @triton.jit
-def convolve(new, window, taps, conv_bias, ptrs, mask, stride_tap, D_CONV: tl.constexpr):
+def load_convolution(
+    conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr, m, m_in, channel, is_conv,
+    stride_slot, stride_channel, stride_tap, D_CONV: tl.constexpr,
+):  # fmt: skip
+    """What `convolve` needs of a tile (M, N) beside its newest inputs; no kernel of this token writes it."""
+    taps = load_taps(conv_weight_ptr, channel, is_conv, D_CONV)
+    window, ptrs, mask = load_window(
+        conv_state_ptr, slots_ptr, m, m_in, channel, is_conv, stride_slot, stride_channel, stride_tap, D_CONV
+    )
+    return window, ptrs, mask, taps, load_conv_bias(conv_bias_ptr, channel, is_conv)
+
+
+@triton.jit
+def convolve(new, convolution, stride_tap, D_CONV: tl.constexpr):
     """Put the inputs `new` (M, N) into the convolution: move its window on, return silu(conv) (M, N)."""
+    window, ptrs, mask, taps, conv_bias = convolution
     total = new * taps[D_CONV - 1].to(tl.float32)[None, :] + conv_bias.to(tl.float32)[None, :]
     for tap in tl.static_range(D_CONV - 1):
         total += window[tap].to(tl.float32) * taps[tap].to(tl.float32)[None, :]
@@ -65,6 +79,38 @@ def convolve(new, window, taps, conv_bias, ptrs, mask, stride_tap, D_CONV: tl.co
     return silu(total)
 
 
+@triton.jit
+def convolve_in_place(
+    x_ptr, convolution, m, m_in, channel, is_conv, stride_x, stride_tap, D_CONV: tl.constexpr
+):  # fmt: skip
+    """x = silu(conv(x)) of a tile (M, N) of channels, and return it as it was written."""
+    ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_x + channel[None, :]
+    mask = m_in[:, None] & is_conv[None, :]
+    new = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    y = convolve(new, convolution, stride_tap, D_CONV).to(x_ptr.dtype.element_ty)
+    tl.store(ptrs, y, mask=mask)
+    return y
+
+
+@triton.jit
+def convolve_tile(
+    x_ptr, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr, column, row,
+    batch, width, stride_x, stride_slot, stride_channel, stride_tap,
+    D_CONV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Convolve tile `column` of BLOCK_N of the first `width` channels, tile `row` of BLOCK_M rows of x."""
+    channel = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    convolution = load_convolution(
+        conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr, m, m < batch, channel, channel < width,
+        stride_slot, stride_channel, stride_tap, D_CONV,
+    )  # fmt: skip
+    wait_for_previous(PDL)
+    convolve_in_place(
+        x_ptr, convolution, m, m < batch, channel, channel < width, stride_x, stride_tap, D_CONV
+    )
+
+
 @triton.jit(do_not_specialize=["batch"])
 def _convolve_kernel(
     x_ptr, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr,
@@ -73,21 +119,14 @@ def _convolve_kernel(
 ):  # fmt: skip
     """Program (tile of BLOCK_N channels, tile of BLOCK_M rows of the batch): x = silu(conv(x)), in place."""
     start_next(PDL)
-    channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = channel < conv_dim
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_in = m < batch
-    taps = load_taps(conv_weight_ptr, channel, inside, D_CONV)
-    conv_bias = load_conv_bias(conv_bias_ptr, channel, inside)
-    window, window_ptrs, window_mask = load_window(
-        conv_state_ptr, slots_ptr, m, m_in, channel, inside, stride_slot, stride_channel, stride_tap, D_CONV
-    )
-    wait_for_previous(PDL)
-    ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_x + channel[None, :]
-    mask = m_in[:, None] & inside[None, :]
-    new = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    y = convolve(new, window, taps, conv_bias, window_ptrs, window_mask, stride_tap, D_CONV)
-    tl.store(ptrs, y.to(x_ptr.dtype.element_ty), mask=mask)
+    convolve_tile(
+        x_ptr, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr, tl.program_id(0), tl.program_id(1),
+        batch, conv_dim, stride_x, stride_slot, stride_channel, stride_tap, D_CONV, BLOCK_M, BLOCK_N, PDL,
+    )  # fmt: skip
+
+
+# 8 channels of one row a thread: whole vectors, and nothing to keep in registers.
+TILE = {"BLOCK_M": 4, "BLOCK_N": 256, "num_warps": 4}
 
 
 class Convolution(NamedTuple):
@@ -112,8 +151,7 @@ def launch_convolve(out: torch.Tensor, conv: Convolution, pdl: bool) -> None:
     begin, end, *state_strides = conv.scalars()
     x = out[:, begin:end]
     with torch.cuda.device_of(out):
-        # 8 channels of one row a thread: whole vectors, and nothing to keep in registers.
-        _convolve_kernel[(triton.cdiv(end - begin, 256), triton.cdiv(batch, 4))](
+        _convolve_kernel[(triton.cdiv(end - begin, TILE["BLOCK_N"]), triton.cdiv(batch, TILE["BLOCK_M"]))](
             x, *conv[:4], batch, end - begin, x.stride(0), *state_strides,
-            D_CONV=conv.state.shape[2], BLOCK_M=4, BLOCK_N=256, num_warps=4, **late_start(pdl, out),
+            D_CONV=conv.state.shape[2], **TILE, **late_start(pdl, out),
         )  # fmt: skip

@@ -11,7 +11,7 @@ In three pieces: what may be loaded ahead of `wait_for_previous`, what follows i
 import triton
 import triton.language as tl
 
-from mamba_kernels.decode_conv_triton import convolve, load_conv_bias, load_taps, load_window
+from mamba_kernels.decode_conv_triton import convolve, load_convolution
 from mamba_kernels.decode_norm_triton import store_normed
 
 
@@ -28,13 +28,11 @@ def load_early(
     if EPILOGUE == "conv":
         channel = n - conv_begin
         is_conv = (n >= conv_begin) & (n < conv_end)
-        taps = load_taps(conv_weight_ptr, channel, is_conv, D_CONV)
-        window, ptrs, mask = load_window(
-            conv_state_ptr, slots_ptr, m, m_in, channel, is_conv,
+        convolution = load_convolution(
+            conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr, m, m_in, channel, is_conv,
             stride_slot, stride_channel, stride_tap, D_CONV,
         )  # fmt: skip
-        conv_bias = load_conv_bias(conv_bias_ptr, channel, is_conv)
-        return bias, is_conv, taps, conv_bias, window, ptrs, mask
+        return bias, is_conv, convolution
     elif EPILOGUE == "residual":
         return bias, tl.load(norm_weight_ptr + n, mask=n_in, other=0.0)
     else:
@@ -70,8 +68,7 @@ def finish(
         )  # fmt: skip
     else:
         if EPILOGUE == "conv":
-            _, is_conv, taps, conv_bias, window, window_ptrs, window_mask = early
-            activated = convolve(y, window, taps, conv_bias, window_ptrs, window_mask, stride_tap, D_CONV)
-            y = tl.where(is_conv[None, :], activated, y)
+            _, is_conv, convolution = early
+            y = tl.where(is_conv[None, :], convolve(y, convolution, stride_tap, D_CONV), y)
         ptrs = out_ptr + m.to(tl.int64)[:, None] * stride_out + n[None, :]
         tl.store(ptrs, y.to(out_ptr.dtype.element_ty), mask=both_in)

@@ -32,6 +32,7 @@ from mamba_kernels import decode_layer_torch
 from mamba_kernels.backend import backend_for
 from mamba_kernels.checks import check, check_device, check_rows, check_shape, check_slots
 from mamba_kernels.decode_norm import NormBuffers, Normed, normalise
+from mamba_kernels.packed_ssm_step import Preparation, check_preparation
 
 # Rows of a batch from which on the library's products are faster than ours on the ordinary cores.
 MANY_ROWS = 9
@@ -85,6 +86,7 @@ def in_proj_step(
     *,
     d_ssm: int,
     state_batch_indices: torch.Tensor | None = None,
+    prepare: Preparation | None = None,
     pdl: bool = False,
     config: dict[str, Any] | None = None,
 ) -> None:
@@ -98,6 +100,9 @@ def in_proj_step(
         conv_weight: (conv_dim, d_conv), contiguous. conv_bias: (conv_dim,).
         out: (batch, rows of weight), unit stride along a row.
         state_batch_indices: as for `ssm_step`.
+        prepare: arguments of this token's `packed_ssm_step`, which is then called with `prepared=True`, the
+            same arguments and slots, next of all that uses its state. It is prepared here, in the kernel
+            that convolves or behind it, where kernels are Triton's.
     """
     rows, batch = weight.shape[0], normed.scaled.shape[0]
     _, conv_dim, d_conv = conv_state.shape
@@ -112,6 +117,8 @@ def in_proj_step(
         out.device, conv_state=conv_state, conv_weight=conv_weight, conv_bias=conv_bias,
         state_batch_indices=state_batch_indices,
     )  # fmt: skip
+    if prepare is not None:
+        check_preparation(prepare, out, d_ssm, state_batch_indices)
     if backend_for(out.device) == "triton":
         from mamba_kernels.decode_conv_triton import Convolution, launch_convolve
         from mamba_kernels.decode_linear_triton import launch_linear
@@ -119,9 +126,18 @@ def in_proj_step(
         conv = Convolution(conv_state, conv_weight, conv_bias, state_batch_indices, d_ssm)
         if config is None and _is_product(normed, weight, out):
             _multiply(normed.scaled, weight, bias, out)
-            launch_convolve(out, conv, pdl)
+            if prepare is None:
+                launch_convolve(out, conv, pdl)
+            else:
+                from mamba_kernels.packed_convolution_triton import launch_convolve_and_prepare
+
+                launch_convolve_and_prepare(out, conv, prepare, pdl)
         else:
             launch_linear(normed, weight, bias, out, conv, pdl=pdl, config=config)
+            if prepare is not None:
+                from mamba_kernels.packed_prepare_triton import launch_prepare
+
+                launch_prepare(out, prepare, state_batch_indices, pdl)
     else:
         decode_layer_torch.in_proj_step(
             normed, weight, bias, conv_state, conv_weight, conv_bias, out,

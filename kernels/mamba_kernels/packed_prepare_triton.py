@@ -1,4 +1,4 @@
-"""Triton kernel ahead of the step on a packed state: what rows of a head, or heads of a group, share.
+"""Triton pieces ahead of the step on a packed state: what rows of a head, or heads of a group, share.
 
 The step reads a head's rows in many programs. What does not depend on the row is made here once:
 
@@ -8,6 +8,8 @@ The step reads a head's rows in many programs. What does not depend on the row i
 
 with dt after i the sum of the dt of later inputs, of this token's too; and C in the parts that codes are
 multiplied by as they were loaded, see `packed_products_triton`. This token's dt and B go into the window.
+
+That is a kernel of its own, or the end of the one that convolves, see `packed_convolution_triton`.
 """
 
 from typing import NamedTuple
@@ -24,6 +26,7 @@ from mamba_kernels.packed_products_triton import (
     SMALLEST,
     is_among,
 )
+from mamba_kernels.packed_ssm_step import Preparation
 from mamba_kernels.packed_state import PackedState
 from mamba_kernels.state_codes import FORMATS, STATE_DTYPES
 from mamba_kernels.state_codes_triton import BF16, FP8, FP16, INT4, INT8
@@ -86,21 +89,157 @@ def multiplied_as_loaded(packed: PackedState) -> int:
 
 
 @triton.jit
-def _prepare_kernel(
-    zxbcdt_ptr, past_B_ptr, past_dt_ptr, position_ptr, slots_ptr, dt_bias_ptr, A_log_ptr,
-    weights_ptr, parts_ptr, halves_ptr, bfloats_ptr, unit_ptr,
-    dt_min, dt_max, stride_in, stride_B, stride_dt,
-    NHEADS: tl.constexpr, HEADDIM: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr,
-    AS_LOADED: tl.constexpr, PDL: tl.constexpr,
+def load_past(
+    past_B_ptr, past_dt_ptr, position_ptr, dt_bias_ptr, A_log_ptr, slot, group, stride_B, stride_dt,
+    NHEADS: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr,
 ):  # fmt: skip
-    """Program pid = batch * GROUPS + group prepares the heads of one group of one sequence.
+    """What `prepare` needs of the tokens before this one, and of parameters.
 
+    The window, the newest first: all of B, so that it is read once for all heads, dt where a head's stored
+    state lacks the input, and dt of the input after each, whose sums are the dt after.
+    """
+    i = tl.arange(0, BLOCK_H)
+    i_in = inside(i, HEADS_PER_GROUP, BLOCK_H)
+    head = group * HEADS_PER_GROUP + i
+    n = tl.arange(0, BLOCK_N)
+    n_in = inside(n, D_STATE, BLOCK_N)
+    position = tl.load(position_ptr + slot)
+    A = -tl.exp(tl.load(A_log_ptr + head, mask=i_in, other=0.0).to(tl.float32))
+    dt_bias = tl.load(dt_bias_ptr + head, mask=i_in, other=0.0).to(tl.float32)
+    past_B_ptr += slot * stride_B + group * D_STATE
+    past_dt_ptr += slot * stride_dt
+    age = tl.arange(0, BLOCK_AGE)
+    ring = (position + (2 * WINDOW - 1) - age) % WINDOW
+    past = age < WINDOW - 1
+    live = (age[:, None] < ((position + head) % WINDOW)[None, :]) & i_in[None, :]
+    B_ptrs = past_B_ptr + (ring * (NHEADS // HEADS_PER_GROUP * D_STATE))[:, None] + n[None, :]
+    past_B = tl.load(B_ptrs, mask=past[:, None] & n_in[None, :], other=0.0)
+    past_dt = tl.load(past_dt_ptr + (ring * NHEADS)[:, None] + head[None, :], mask=live, other=0.0)
+    newer = (position + 2 * WINDOW - age) % WINDOW
+    newer_ptrs = past_dt_ptr + (newer * NHEADS)[:, None] + head[None, :]
+    newer_dt = tl.load(newer_ptrs, mask=live & (age > 0)[:, None], other=0.0)
+    return position, A, dt_bias, past_B, past_dt, newer_dt
+
+
+@triton.jit
+def load_dt(row, group, NHEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, BLOCK_H: tl.constexpr):
+    """This token's dt of the heads of a group (BLOCK_H,), from where its row of zxbcdt has them."""
+    i = tl.arange(0, BLOCK_H)
+    i_in = inside(i, HEADS_PER_GROUP, BLOCK_H)
+    return tl.load(row + group * HEADS_PER_GROUP + i, mask=i_in, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def prepare(
+    past, B, C, dt, past_B_ptr, past_dt_ptr, weights_ptr, parts_ptr, halves_ptr, bfloats_ptr, unit_ptr,
+    dt_min, dt_max, slot, group, stride_B, stride_dt,
+    NHEADS: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, AS_LOADED: tl.constexpr,
+):  # fmt: skip
+    """Prepare the heads of one group of one sequence, and take this token into its window.
+
+    past: from `load_past`. B, C: (BLOCK_N,) after the convolution, in the window's dtype, zero past D_STATE.
+    dt: (BLOCK_H,) from `load_dt`. weights_ptr to unit_ptr: a `Common`.
     i: BLOCK_H >= HEADS_PER_GROUP heads. n: BLOCK_N >= D_STATE columns. age: BLOCK_AGE >= WINDOW inputs, 0 is
     the newest. AS_LOADED: the formats that C's parts are wanted for, see `multiplied_as_loaded`.
     """
     GROUPS: tl.constexpr = NHEADS // HEADS_PER_GROUP
-    D_SSM: tl.constexpr = NHEADS * HEADDIM
+    position, A, dt_bias, past_B, past_dt, newer_dt = past
+    i = tl.arange(0, BLOCK_H)
+    i_in = inside(i, HEADS_PER_GROUP, BLOCK_H)
+    head = group * HEADS_PER_GROUP + i
+    n = tl.arange(0, BLOCK_N)
+    n_in = inside(n, D_STATE, BLOCK_N)
+    age = tl.arange(0, BLOCK_AGE)
+    ring = (position + (2 * WINDOW - 1) - age) % WINDOW
+    now = position % WINDOW
+    C = C.to(tl.float32)
+    dt = tl.minimum(tl.maximum(softplus(dt + dt_bias), dt_min), dt_max)
+    since = dt[None, :] + tl.cumsum(newer_dt, axis=0)
+    factor = past_dt * tl.exp(A[None, :] * since)
+    weight = factor * tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)[:, None]
+    weights_ptr += (slot * NHEADS + head) * (2 + 2 * WINDOW)
+    ring_in = (age < WINDOW - 1)[:, None] & i_in[None, :]
+    tl.store(weights_ptr[None, :] + 2 + ring[:, None], weight, mask=ring_in)
+    tl.store(weights_ptr[None, :] + (2 + WINDOW) + ring[:, None], factor, mask=ring_in)
+    tl.store(weights_ptr + 2 + now, tl.zeros_like(dt), mask=i_in)
+    tl.store(weights_ptr + (2 + WINDOW) + now, dt, mask=i_in)
+    tl.store(weights_ptr + 1, dt * tl.sum(B.to(tl.float32) * C, axis=0), mask=i_in)
+    tl.store(weights_ptr, tl.exp(A * (dt + tl.sum(past_dt, axis=0))), mask=i_in)
+    # This token's place in the window is one that no head still reads.
+    tl.store(past_dt_ptr + slot * stride_dt + now * NHEADS + head, dt, mask=i_in)
+    tl.store(past_B_ptr + slot * stride_B + (now * GROUPS + group) * D_STATE + n, B, mask=n_in)
+
+    group_row = slot * GROUPS + group
+    top = tl.maximum(tl.max(tl.abs(C), axis=0), SMALLEST)
+    if is_among(INT8, AS_LOADED) or is_among(INT4, AS_LOADED):
+        unit = top / LARGEST
+        tl.store(unit_ptr + 2 * group_row, unit)
+        parts_ptr += group_row * (3 * LIVE * D_STATE)
+        if is_among(INT8, AS_LOADED):
+            _store_parts(parts_ptr, C / unit, n, n_in, 1, D_STATE)
+        if is_among(INT4, AS_LOADED):
+            _store_parts(parts_ptr + LIVE * D_STATE, C / unit, n, n_in, 2, D_STATE)
+    if is_among(FP16, AS_LOADED) or is_among(FP8, AS_LOADED):
+        # A power of two: its multiples are exact, and the first part holds the whole of a 16-bit C, but for
+        # what is too small beside the largest to count in float32.
+        power = (top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        tl.store(unit_ptr + 2 * group_row + 1, power)
+        halves_ptr += group_row * (2 * LIVE * D_STATE)
+        if is_among(FP16, AS_LOADED):
+            _store_floats(halves_ptr, C / power, n, n_in, 2048.0, 2, D_STATE)
+        if is_among(FP8, AS_LOADED):
+            _store_floats(halves_ptr + LIVE * D_STATE, C / power, n, n_in, 2048.0, 4, D_STATE)
+    if is_among(BF16, AS_LOADED):
+        _store_floats(bfloats_ptr + group_row * (LIVE * D_STATE), C, n, n_in, 1.0, 2, D_STATE)
+
+
+@triton.jit
+def _store_parts(parts_ptr, C, n, n_in, HALVES: tl.constexpr, D_STATE: tl.constexpr):
+    """C (N,), in its unit, each column where a byte of a row has its code, in the part HALVES-th of that.
+
+    A word of codes has every WORDS-th column, and a byte of it HALVES of them, which are tiles of their own.
+    """
+    WORDS: tl.constexpr = D_STATE // (4 * HALVES)
+    field = n // WORDS
+    place = n % WORDS * 4 + field // HALVES + field % HALVES * (LIVE * D_STATE)
+    whole = C.to(tl.int32)
+    part = tl.arange(0, LIVE)[None, :]
+    # 7 bits of each, which are positive as int8, but the last keeps the sign.
+    value = tl.where(part < 3, whole[:, None] >> 7 * part & 127, whole[:, None] >> 21)
+    tl.store(parts_ptr + part * D_STATE + place[:, None], value.to(tl.int8), mask=n_in[:, None])
+
+
+@triton.jit
+def _store_floats(parts_ptr, C, n, n_in, NEXT: tl.constexpr, FIELDS: tl.constexpr, D_STATE: tl.constexpr):
+    """C (N,), in its unit, as a sum of three numbers of 16 bits, each in 1 / NEXT of the one before.
+
+    In the order of codes with FIELDS in a word. fp8 codes, which are multiplied as float16, are in two halves
+    of a chunk: of each lane's 16 codes the first 8, and the second.
+    """
+    place = n % (D_STATE // FIELDS) * FIELDS + n // (D_STATE // FIELDS)
+    if FIELDS == 4:
+        place = place // CHUNK * CHUNK + place // 8 % 2 * 32 + place % CHUNK // 16 * 8 + place % 8
+    parts_ptr += place
+    for part in tl.static_range(LIVE):
+        value = C.to(parts_ptr.dtype.element_ty)
+        tl.store(parts_ptr + part * D_STATE, value, mask=n_in)
+        # What the bits of the one before leave of float32's 24.
+        C = (C - value.to(tl.float32)) * NEXT if part < 2 else C * 0.0
+
+
+@triton.jit
+def _prepare_kernel(
+    zxbcdt_ptr, past_B_ptr, past_dt_ptr, position_ptr, slots_ptr, dt_bias_ptr, A_log_ptr,
+    weights_ptr, parts_ptr, halves_ptr, bfloats_ptr, unit_ptr,
+    dt_min, dt_max, stride_in, stride_B, stride_dt,
+    D_SSM: tl.constexpr, NHEADS: tl.constexpr, D_STATE: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr,
+    AS_LOADED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program pid = batch * GROUPS + group: `prepare` that."""
+    GROUPS: tl.constexpr = NHEADS // HEADS_PER_GROUP
     BC: tl.constexpr = GROUPS * D_STATE
     start_next(PDL)
     group = tl.program_id(0) % GROUPS
@@ -111,145 +250,46 @@ def _prepare_kernel(
         if slot < 0:
             wait_for_previous(PDL)  # else a batch of padding alone would let later kernels start too early
             return
-    i = tl.arange(0, BLOCK_H)
-    i_in = inside(i, HEADS_PER_GROUP, BLOCK_H)
-    head = group * HEADS_PER_GROUP + i
+    past = load_past(
+        past_B_ptr, past_dt_ptr, position_ptr, dt_bias_ptr, A_log_ptr, slot, group, stride_B, stride_dt,
+        NHEADS, D_STATE, HEADS_PER_GROUP, WINDOW, BLOCK_H, BLOCK_N, BLOCK_AGE,
+    )  # fmt: skip
+    wait_for_previous(PDL)
+    row = zxbcdt_ptr + batch * stride_in + 2 * D_SSM
+    dt = load_dt(row + 2 * BC, group, NHEADS, HEADS_PER_GROUP, BLOCK_H)
     n = tl.arange(0, BLOCK_N)
     n_in = inside(n, D_STATE, BLOCK_N)
-    position = tl.load(position_ptr + slot)
-    A = -tl.exp(tl.load(A_log_ptr + head, mask=i_in, other=0.0).to(tl.float32))
-    dt_bias = tl.load(dt_bias_ptr + head, mask=i_in, other=0.0).to(tl.float32)
-    count = (position + head) % WINDOW
-    past_B_ptr += slot * stride_B + group * D_STATE
-    past_dt_ptr += slot * stride_dt
-    weights_ptr += (slot * NHEADS + head) * (2 + 2 * WINDOW)
-    now = position % WINDOW
-    # The window, the newest first: all of B, so that it is read once for all heads, dt where a head's stored
-    # state lacks the input, and dt of the input after each, whose sums are the dt after.
-    age = tl.arange(0, BLOCK_AGE)
-    ring = (position + (2 * WINDOW - 1) - age) % WINDOW
-    past = age < WINDOW - 1
-    live = (age[:, None] < count[None, :]) & i_in[None, :]
-    past_B = tl.load(
-        past_B_ptr + (ring * BC)[:, None] + n[None, :], mask=past[:, None] & n_in[None, :], other=0.0
-    )
-    past_dt = tl.load(past_dt_ptr + (ring * NHEADS)[:, None] + head[None, :], mask=live, other=0.0)
-    newer = (position + 2 * WINDOW - age) % WINDOW
-    newer_ptrs = past_dt_ptr + (newer * NHEADS)[:, None] + head[None, :]
-    newer_dt = tl.load(newer_ptrs, mask=live & (age > 0)[:, None], other=0.0)
-
-    wait_for_previous(PDL)
-    row = zxbcdt_ptr + batch * stride_in
-    B_ptr = row + 2 * D_SSM + group * D_STATE
-    C_ptr = B_ptr + BC
-    dt = tl.load(row + 2 * D_SSM + 2 * BC + head, mask=i_in, other=0.0).to(tl.float32)
-    B_now = tl.load(B_ptr + n, mask=n_in, other=0.0)
-    C = tl.load(C_ptr + n, mask=n_in, other=0.0).to(tl.float32)
-    dt = tl.minimum(tl.maximum(softplus(dt + dt_bias), dt_min), dt_max)
-    since = dt[None, :] + tl.cumsum(newer_dt, axis=0)
-    factor = past_dt * tl.exp(A[None, :] * since)
-    weight = factor * tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)[:, None]
-    ring_in = past[:, None] & i_in[None, :]
-    tl.store(weights_ptr[None, :] + 2 + ring[:, None], weight, mask=ring_in)
-    tl.store(weights_ptr[None, :] + (2 + WINDOW) + ring[:, None], factor, mask=ring_in)
-    tl.store(weights_ptr + 2 + now, tl.zeros_like(dt), mask=i_in)
-    tl.store(weights_ptr + (2 + WINDOW) + now, dt, mask=i_in)
-    tl.store(weights_ptr + 1, dt * tl.sum(B_now.to(tl.float32) * C, axis=0), mask=i_in)
-    tl.store(weights_ptr, tl.exp(A * (dt + tl.sum(past_dt, axis=0))), mask=i_in)
-    # This token's place in the window is one that no head still reads.
-    tl.store(past_dt_ptr + now * NHEADS + head, dt, mask=i_in)
-    tl.store(past_B_ptr + now * BC + n, B_now, mask=n_in)
-
-    top = tl.maximum(tl.max(tl.abs(C), axis=0), SMALLEST)
-    unit_ptr += (slot * GROUPS + group) * 2
-    if is_among(INT8, AS_LOADED) or is_among(INT4, AS_LOADED):
-        unit = top / LARGEST
-        tl.store(unit_ptr, unit)
-        ROW: tl.constexpr = (D_STATE + 3) // 4 * 4
-        parts_ptr += (slot * GROUPS + group) * (3 * LIVE * ROW)
-        if is_among(INT8, AS_LOADED):
-            _store_parts(parts_ptr, C_ptr, unit, 0, 1, D_STATE, ROW, BLOCK_N)
-        if is_among(INT4, AS_LOADED):
-            _store_parts(parts_ptr + LIVE * ROW, C_ptr, unit, 0, 2, D_STATE, ROW, BLOCK_N // 2)
-            _store_parts(parts_ptr + 2 * LIVE * ROW, C_ptr, unit, 1, 2, D_STATE, ROW, BLOCK_N // 2)
-    group_row = slot * GROUPS + group
-    if is_among(FP16, AS_LOADED) or is_among(FP8, AS_LOADED):
-        # A power of two: its multiples are exact, and the first part holds the whole of a 16-bit C, but for
-        # what is too small beside the largest to count in float32.
-        power = (top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        tl.store(unit_ptr + 1, power)
-        halves_ptr += group_row * (2 * LIVE * D_STATE)
-        if is_among(FP16, AS_LOADED):
-            _store_floats(halves_ptr, C_ptr, power, 2048.0, 2, D_STATE, BLOCK_N)
-        if is_among(FP8, AS_LOADED):
-            _store_floats(halves_ptr + LIVE * D_STATE, C_ptr, power, 2048.0, 4, D_STATE, BLOCK_N)
-    if is_among(BF16, AS_LOADED):
-        _store_floats(bfloats_ptr + group_row * (LIVE * D_STATE), C_ptr, 1.0, 1.0, 2, D_STATE, BLOCK_N)
-
-
-@triton.jit
-def _store_parts(
-    parts_ptr, C_ptr, unit, half: tl.constexpr, HALVES: tl.constexpr, D_STATE: tl.constexpr,
-    ROW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """C of the columns with codes in part `half` of HALVES of each byte of a row, in the bytes' order."""
-    WORDS: tl.constexpr = D_STATE // (4 * HALVES)
-    place = tl.arange(0, BLOCK)
-    column = (place % 4 * HALVES + half) * WORDS + place // 4
-    place_in = place < 4 * WORDS
-    C = tl.load(C_ptr + column, mask=place_in, other=0.0).to(tl.float32)
-    whole = (C / unit).to(tl.int32)
-    part = tl.arange(0, LIVE)[None, :]
-    # 7 bits of each, which are positive as int8, but the last keeps the sign.
-    value = tl.where(part < 3, whole[:, None] >> 7 * part & 127, whole[:, None] >> 21)
-    tl.store(parts_ptr + part * ROW + place[:, None], value.to(tl.int8), mask=place_in[:, None])
-
-
-@triton.jit
-def _store_floats(
-    parts_ptr, C_ptr, unit, NEXT: tl.constexpr, FIELDS: tl.constexpr, D_STATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """C in `unit` as a sum of three numbers of 16 bits, each in 1 / NEXT of the one before.
-
-    In the order of codes with FIELDS in a word. fp8 codes, which are multiplied as float16, are in two halves
-    of a chunk: of each lane's 16 codes the first 8, and the second.
-    """
-    place = tl.arange(0, BLOCK)
-    place_in = place < D_STATE
-    number = place
-    if FIELDS == 4:
-        number = place // CHUNK * CHUNK + place % 32 // 8 * 16 + place % CHUNK // 32 * 8 + place % 8
-    column = number % FIELDS * (D_STATE // FIELDS) + number // FIELDS
-    C = tl.load(C_ptr + column, mask=place_in, other=0.0).to(tl.float32) / unit
-    parts_ptr += place
-    for part in tl.static_range(LIVE):
-        value = C.to(parts_ptr.dtype.element_ty)
-        tl.store(parts_ptr + part * D_STATE, value, mask=place_in)
-        # What the bits of the one before leave of float32's 24.
-        C = (C - value.to(tl.float32)) * NEXT if part < 2 else C * 0.0
-
-
-def launch_prepare(
-    zxbcdt: torch.Tensor,
-    packed: PackedState,
-    dt_bias: torch.Tensor,
-    A_log: torch.Tensor,
-    common: Common,
-    *,
-    ngroups: int,
-    dt_limit: tuple[float, float],
-    slots: torch.Tensor | None,
-    pdl: bool,
-) -> None:
-    """Fill `common` for the rows of zxbcdt, and take their dt and B into the window."""
-    nheads = len(packed.format.heads)
-    _prepare_kernel[(zxbcdt.shape[0] * ngroups,)](
-        zxbcdt, packed.B, packed.dt, packed.position, slots, dt_bias, A_log, *common,
-        *dt_limit, zxbcdt.stride(0), packed.B.stride(0), packed.dt.stride(0),
-        NHEADS=nheads, HEADDIM=packed.headdim, D_STATE=packed.d_state, HEADS_PER_GROUP=nheads // ngroups,
-        WINDOW=packed.format.window, BLOCK_H=triton.next_power_of_2(nheads // ngroups),
-        BLOCK_AGE=triton.next_power_of_2(packed.format.window),
-        BLOCK_N=max(8, triton.next_power_of_2(packed.d_state)), AS_LOADED=multiplied_as_loaded(packed),
-        num_warps=4, **early_start(pdl, zxbcdt),
+    B = tl.load(row + group * D_STATE + n, mask=n_in, other=0.0)
+    C = tl.load(row + BC + group * D_STATE + n, mask=n_in, other=0.0)
+    prepare(
+        past, B, C, dt, past_B_ptr, past_dt_ptr, weights_ptr, parts_ptr, halves_ptr, bfloats_ptr, unit_ptr,
+        dt_min, dt_max, slot, group, stride_B, stride_dt,
+        NHEADS, D_STATE, HEADS_PER_GROUP, WINDOW, BLOCK_H, BLOCK_N, BLOCK_AGE, AS_LOADED,
     )  # fmt: skip
+
+
+def launch_prepare(zxbcdt: torch.Tensor, given: Preparation, slots: torch.Tensor | None, pdl: bool) -> None:
+    """Prepare the step of the rows of zxbcdt, behind the convolution."""
+    packed = given.packed
+    with torch.cuda.device_of(zxbcdt):
+        _prepare_kernel[(zxbcdt.shape[0] * packed.B.shape[2],)](
+            zxbcdt, packed.B, packed.dt, packed.position, slots, given.dt_bias, given.A_log,
+            *common_of(packed), *given.dt_limit, zxbcdt.stride(0), packed.B.stride(0), packed.dt.stride(0),
+            **constants(packed), num_warps=4, **early_start(pdl, zxbcdt),
+        )  # fmt: skip
+
+
+def constants(packed: PackedState) -> dict[str, int]:
+    """Compile-time arguments of the kernels that prepare."""
+    nheads, (ngroups, d_state), window = len(packed.format.heads), packed.B.shape[2:], packed.format.window
+    return {
+        "D_SSM": nheads * packed.headdim,
+        "NHEADS": nheads,
+        "D_STATE": d_state,
+        "HEADS_PER_GROUP": nheads // ngroups,
+        "WINDOW": window,
+        "BLOCK_H": triton.next_power_of_2(nheads // ngroups),
+        "BLOCK_N": max(8, triton.next_power_of_2(d_state)),
+        "BLOCK_AGE": triton.next_power_of_2(window),
+        "AS_LOADED": multiplied_as_loaded(packed),
+    }

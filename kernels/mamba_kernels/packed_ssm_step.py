@@ -7,20 +7,30 @@ The stored state is read at every token and written once in a window, when a hea
 On Triton that is two kernels a layer, one after the other in the stream: the first makes what all rows of a
 head, or all heads of a group, have in common, and takes dt and B into the window; the second reads or folds
 each head and takes x. What the first hands over lies in `PackedState.work`, which the layer's first token
-allocates and the ones after it fill anew.
+allocates and the ones after it fill anew. The first is the end of the convolution where
+`decode_layer.in_proj_step` is told of the step by a `Preparation`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from mamba_kernels.backend import backend_for
-from mamba_kernels.checks import check, check_device, check_shape
+from mamba_kernels.checks import check, check_device, check_shape, check_slots
 from mamba_kernels.decode_layer_torch import gate_and_norm
 from mamba_kernels.decode_norm import NormBuffers, Normed
 from mamba_kernels.packed_state import PackedState
 from mamba_kernels.state_codes import FORMATS, decode, dot
+
+
+class Preparation(NamedTuple):
+    """Arguments of a `packed_ssm_step` to come, by which `in_proj_step` prepares it; see there."""
+
+    packed: PackedState
+    dt_bias: torch.Tensor
+    A_log: torch.Tensor
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
 
 
 def packed_ssm_step(
@@ -38,6 +48,7 @@ def packed_ssm_step(
     norm_before_gate: bool = False,
     gate: bool = True,
     state_batch_indices: torch.Tensor | None = None,
+    prepared: bool = False,
     pdl: bool = False,
     config: dict[str, Any] | None = None,
 ) -> Normed:
@@ -57,6 +68,8 @@ def packed_ssm_step(
         gate: False gives y itself; then there is no norm.
         state_batch_indices: (batch,) integers, the slot that each row of the batch advances; none twice.
             Negative is padding: no state changes, the output is zero. Default: row b has slot b.
+        prepared: `in_proj_step` had this step's arguments, and nothing has used the state since. (Torch
+            prepares nothing: there this makes no difference.)
 
     Returns:
         The gated output, normalised, with out.scaled as (batch, d_ssm).
@@ -73,7 +86,8 @@ def packed_ssm_step(
         check(zxbcdt.dtype == packed.x.dtype, "zxbcdt", expected, zxbcdt.dtype)
         parts = launch_packed_ssm_step(
             zxbcdt, packed, dt_bias, A_log, D, norm_weight, *out, ngroups=ngroups, dt_limit=dt_limit,
-            norm_before_gate=norm_before_gate, gate=gate, slots=state_batch_indices, pdl=pdl, config=config,
+            norm_before_gate=norm_before_gate, gate=gate, slots=state_batch_indices, prepared=prepared,
+            pdl=pdl, config=config,
         )  # fmt: skip
         return Normed(out.scaled, None, eps) if norm_weight is None else out.used(parts, ngroups, eps)
     return packed_ssm_step_ref(
@@ -209,6 +223,22 @@ def _stored_heads(packed: PackedState, slots: torch.Tensor, heads: torch.Tensor)
     return state
 
 
+def check_preparation(
+    given: Preparation, zxbcdt: torch.Tensor, d_ssm: int, slots: torch.Tensor | None
+) -> None:
+    """Raise unless the step of zxbcdt, whose x begins at d_ssm, can be prepared."""
+    packed, dt_bias, A_log, _ = given
+    nheads, (ngroups, d_state) = len(packed.format.heads), packed.B.shape[2:]
+    check(d_ssm == nheads * packed.headdim, "d_ssm", f"{nheads * packed.headdim}, as the state's", d_ssm)
+    check_shape("out", zxbcdt, (zxbcdt.shape[0], 2 * d_ssm + 2 * ngroups * d_state + nheads))
+    check_shape("dt_bias", dt_bias, (nheads,))
+    check_shape("A_log", A_log, (nheads,))
+    check_slots(slots, zxbcdt.shape[0], "packed", packed.codes)
+    check_device(zxbcdt.device, codes=packed.codes, dt_bias=dt_bias, A_log=A_log)
+    if backend_for(zxbcdt.device) == "triton":
+        check(zxbcdt.dtype == packed.x.dtype, "out", f"{packed.x.dtype}, as the state's window", zxbcdt.dtype)
+
+
 def _check_arguments(
     zxbcdt: torch.Tensor,
     packed: PackedState,
@@ -241,11 +271,7 @@ def _check_arguments(
     for name, tensor in (("out.scaled", out.scaled), ("out.squares", out.squares)):
         check_shape(name, tensor, (batch, d_ssm))
     check(out.scaled.stride(1) == 1, "out.scaled", "unit stride along a row", out.scaled.stride())
-    if slots is None:
-        check(packed.slots >= batch, "packed", f"at least {batch} slots", packed.slots)
-    else:
-        check_shape("state_batch_indices", slots, (batch,))
-        check(slots.is_contiguous(), "state_batch_indices", "a contiguous tensor", slots.stride())
+    check_slots(slots, batch, "packed", packed.codes)
     check_device(
         zxbcdt.device, codes=packed.codes, dt_bias=dt_bias, A_log=A_log, D=D, norm_weight=norm_weight,
         scaled=out.scaled, squares=out.squares, state_batch_indices=slots,

@@ -17,6 +17,7 @@ from mamba_kernels.packed_output_triton import finish, load_gate
 from mamba_kernels.packed_prepare_triton import common_of, launch_prepare, multiplied_as_loaded
 from mamba_kernels.packed_products_triton import is_among
 from mamba_kernels.packed_read_triton import load_codes, multiply
+from mamba_kernels.packed_ssm_step import Preparation
 from mamba_kernels.packed_state import LayerFormat, PackedState, head_table
 from mamba_kernels.packed_window_triton import load_scale
 from mamba_kernels.state_codes import first_key
@@ -238,6 +239,7 @@ def launch_packed_ssm_step(
     norm_before_gate: bool,
     gate: bool,
     slots: torch.Tensor | None,
+    prepared: bool,
     pdl: bool,
     config: dict[str, Any] | None,
 ) -> int:
@@ -254,9 +256,8 @@ def launch_packed_ssm_step(
     # instructions than an SM's cache holds.
     each = 0 if format.kinds & (format.kinds - 1) else reads // (2 * folds)
     with torch.cuda.device_of(zxbcdt):
-        launch_prepare(
-            zxbcdt, packed, dt_bias, A_log, common, ngroups=ngroups, dt_limit=dt_limit, slots=slots, pdl=pdl
-        )
+        if not prepared:
+            launch_prepare(zxbcdt, Preparation(packed, dt_bias, A_log, dt_limit), slots, pdl)
         _packed_ssm_step_kernel[(folds + reads,)](
             zxbcdt, packed.codes, packed.scales, packed.x, packed.B, packed.position, packed.columns,
             head_table(format, headdim, d_state, zxbcdt.device), slots, D, norm_weight, scaled, squares,
