@@ -311,7 +311,7 @@ def test_a_plot_that_cannot_be_is_refused_before_the_measurement(run, text, tmp_
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, out, err = run(text, "--plot", str(tmp_path / "a.png"))
     assert (status, out) == (1, "")
-    assert "hint: pip install 'mamba2[plot]'" in err
+    assert "hint: pip install matplotlib" in err
 
 
 def test_a_finished_resume_file_gives_the_same_number_again(result, text, tmp_path):

@@ -107,9 +107,7 @@ def eval_ppl(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw --by-position into a .png or .svg file (needs the plot extra)."
-        ),
+        typer.Option(metavar="FILE", help="Draw --by-position into a .png or .svg file (needs matplotlib)."),
     ] = None,
     resume: Annotated[
         Path | None,

@@ -107,7 +107,7 @@ def quantize_state(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw error against position into a .png or .svg file (needs the plot extra).",
+            help="Draw error against position into a .png or .svg file (needs matplotlib).",
         ),
     ] = None,
     field: Annotated[

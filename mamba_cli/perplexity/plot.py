@@ -24,7 +24,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise Mamba2Error("plot: expected matplotlib, got none", hint="pip install 'mamba2[plot]'") from None
+        raise Mamba2Error("plot: expected matplotlib, got none", hint="pip install matplotlib") from None
 
 
 def plot_positions(positions: Sequence[Position], path: Path, title: str) -> None:
