@@ -83,7 +83,7 @@ def convolve(new, convolution, stride_tap, D_CONV: tl.constexpr):
 def convolve_in_place(
     x_ptr, convolution, m, m_in, channel, is_conv, stride_x, stride_tap, D_CONV: tl.constexpr
 ):  # fmt: skip
-    """x = silu(conv(x)) of a tile (M, N) of channels, and return it as it was written."""
+    """x = silu(conv(x)) of a tile (M, N) of channels; return it as it was written, zero outside."""
     ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_x + channel[None, :]
     mask = m_in[:, None] & is_conv[None, :]
     new = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)

@@ -15,7 +15,7 @@ from mamba_kernels.decode_conv_triton import (
     convolve_tile,
     load_convolution,
 )
-from mamba_kernels.decode_norm_triton import late_start, start_next, wait_for_previous
+from mamba_kernels.decode_norm_triton import inside, late_start, start_next, wait_for_previous
 from mamba_kernels.packed_prepare_triton import common_of, constants, load_dt, load_past, prepare
 from mamba_kernels.packed_ssm_step import Preparation
 
@@ -54,11 +54,12 @@ def _convolve_and_prepare_kernel(
         # The group's B, then its C.
         i = tl.arange(0, 2 * BLOCK_N)
         channel = D_SSM + (i // BLOCK_N * GROUPS + group) * D_STATE + i % BLOCK_N
-        is_conv = i % BLOCK_N < D_STATE
+        is_conv = inside(i % BLOCK_N, D_STATE, BLOCK_N)
         convolution = load_convolution(
             conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr, m, m < batch, channel, is_conv,
             stride_slot, stride_channel, stride_tap, D_CONV,
         )  # fmt: skip
+        # A row of padding has no past, and does not use what it loads.
         past = load_past(
             past_B_ptr, past_dt_ptr, position_ptr, dt_bias_ptr, A_log_ptr, tl.maximum(slot, 0), group,
             stride_B, stride_dt, NHEADS, D_STATE, HEADS_PER_GROUP, WINDOW, BLOCK_H, BLOCK_N, BLOCK_AGE,
@@ -69,7 +70,7 @@ def _convolve_and_prepare_kernel(
         BC = convolve_in_place(
             zxbcdt_ptr + D_SSM, convolution, m, m < batch, channel, is_conv, stride_in, stride_tap, D_CONV
         )
-        B, C = tl.split(tl.trans(tl.reshape(tl.where(is_conv[None, :], BC, 0.0), (2, BLOCK_N))))
+        B, C = tl.split(tl.trans(tl.reshape(BC, (2, BLOCK_N))))
         if slot >= 0:
             prepare(
                 past, B, C, dt, past_B_ptr, past_dt_ptr, weights_ptr, parts_ptr, halves_ptr, bfloats_ptr,

@@ -96,30 +96,24 @@ def load_past(
 ):  # fmt: skip
     """What `prepare` needs of the tokens before this one, and of parameters.
 
-    The window, the newest first: all of B, so that it is read once for all heads, dt where a head's stored
-    state lacks the input, and dt of the input after each, whose sums are the dt after.
+    The window is whole and in its ring's order: which input is the newest, and which a head has stored
+    already, follows from the position, and the loads would have to wait for that.
     """
     i = tl.arange(0, BLOCK_H)
     i_in = inside(i, HEADS_PER_GROUP, BLOCK_H)
     head = group * HEADS_PER_GROUP + i
     n = tl.arange(0, BLOCK_N)
     n_in = inside(n, D_STATE, BLOCK_N)
+    ring = tl.arange(0, BLOCK_AGE)
+    ring_in = inside(ring, WINDOW, BLOCK_AGE)
     position = tl.load(position_ptr + slot)
-    A = -tl.exp(tl.load(A_log_ptr + head, mask=i_in, other=0.0).to(tl.float32))
-    dt_bias = tl.load(dt_bias_ptr + head, mask=i_in, other=0.0).to(tl.float32)
-    past_B_ptr += slot * stride_B + group * D_STATE
-    past_dt_ptr += slot * stride_dt
-    age = tl.arange(0, BLOCK_AGE)
-    ring = (position + (2 * WINDOW - 1) - age) % WINDOW
-    past = age < WINDOW - 1
-    live = (age[:, None] < ((position + head) % WINDOW)[None, :]) & i_in[None, :]
-    B_ptrs = past_B_ptr + (ring * (NHEADS // HEADS_PER_GROUP * D_STATE))[:, None] + n[None, :]
-    past_B = tl.load(B_ptrs, mask=past[:, None] & n_in[None, :], other=0.0)
-    past_dt = tl.load(past_dt_ptr + (ring * NHEADS)[:, None] + head[None, :], mask=live, other=0.0)
-    newer = (position + 2 * WINDOW - age) % WINDOW
-    newer_ptrs = past_dt_ptr + (newer * NHEADS)[:, None] + head[None, :]
-    newer_dt = tl.load(newer_ptrs, mask=live & (age > 0)[:, None], other=0.0)
-    return position, A, dt_bias, past_B, past_dt, newer_dt
+    B_ptrs = past_B_ptr + slot * stride_B + (ring * (NHEADS // HEADS_PER_GROUP) + group)[:, None] * D_STATE
+    past_B = tl.load(B_ptrs + n[None, :], mask=ring_in[:, None] & n_in[None, :], other=0.0)
+    dt_ptrs = past_dt_ptr + slot * stride_dt + (ring * NHEADS)[:, None] + head[None, :]
+    past_dt = tl.load(dt_ptrs, mask=ring_in[:, None] & i_in[None, :], other=0.0)
+    A_log = tl.load(A_log_ptr + head, mask=i_in, other=0.0)
+    dt_bias = tl.load(dt_bias_ptr + head, mask=i_in, other=0.0)
+    return position, A_log, dt_bias, past_B, past_dt
 
 
 @triton.jit
@@ -145,20 +139,29 @@ def prepare(
     the newest. AS_LOADED: the formats that C's parts are wanted for, see `multiplied_as_loaded`.
     """
     GROUPS: tl.constexpr = NHEADS // HEADS_PER_GROUP
-    position, A, dt_bias, past_B, past_dt, newer_dt = past
+    position, A_log, dt_bias, past_B, past_dt = past
     i = tl.arange(0, BLOCK_H)
     i_in = inside(i, HEADS_PER_GROUP, BLOCK_H)
     head = group * HEADS_PER_GROUP + i
     n = tl.arange(0, BLOCK_N)
     n_in = inside(n, D_STATE, BLOCK_N)
     age = tl.arange(0, BLOCK_AGE)
-    ring = (position + (2 * WINDOW - 1) - age) % WINDOW
     now = position % WINDOW
     C = C.to(tl.float32)
-    dt = tl.minimum(tl.maximum(softplus(dt + dt_bias), dt_min), dt_max)
+    CB = tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)
+    A = -tl.exp(A_log.to(tl.float32))
+    dt = tl.minimum(tl.maximum(softplus(dt + dt_bias.to(tl.float32)), dt_min), dt_max)
+    # The newest first, but where a head's stored state has the input; and the dt of the input after each.
+    ring = (position + (2 * WINDOW - 1) - age) % WINDOW
+    newer = (position + 2 * WINDOW - age) % WINDOW
+    live = (age[:, None] < ((position + head) % WINDOW)[None, :]) & i_in[None, :]
+    newer_dt = tl.gather(past_dt, tl.broadcast_to(newer[:, None], (BLOCK_AGE, BLOCK_H)), 0)
+    past_dt = tl.gather(past_dt, tl.broadcast_to(ring[:, None], (BLOCK_AGE, BLOCK_H)), 0)
+    newer_dt = tl.where(live & (age > 0)[:, None], newer_dt, 0.0)
+    past_dt = tl.where(live, past_dt, 0.0)
     since = dt[None, :] + tl.cumsum(newer_dt, axis=0)
     factor = past_dt * tl.exp(A[None, :] * since)
-    weight = factor * tl.sum(past_B.to(tl.float32) * C[None, :], axis=1)[:, None]
+    weight = factor * tl.gather(CB, ring, 0)[:, None]
     weights_ptr += (slot * NHEADS + head) * (2 + 2 * WINDOW)
     ring_in = (age < WINDOW - 1)[:, None] & i_in[None, :]
     tl.store(weights_ptr[None, :] + 2 + ring[:, None], weight, mask=ring_in)
