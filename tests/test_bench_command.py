@@ -148,6 +148,13 @@ def test_wrong_usage_is_refused_before_a_model_is_loaded(capfd, arguments, messa
     assert (status, out, err) == (2, "", f"error: {message}\nhint: see mamba2 bench --help\n")
 
 
+def test_a_batch_that_the_memory_cannot_hold_is_refused_before_anything_is_measured(capfd, monkeypatch):
+    monkeypatch.setattr("mamba_cli.ceilings.measure_ceilings", lambda *arguments: pytest.fail("was measured"))
+    status, out, err = run(capfd, MODEL, *SMALL, "--batch-sizes", "1,999999999")
+    assert (status, out) == (1, "")
+    assert err.startswith("error: --batch-sizes: expected at most ") and "got 999999999\n" in err
+
+
 @pytest.mark.parametrize("format", ["--json", "--csv", None])
 def test_what_was_measured_is_written_where_a_later_run_fails(capfd, monkeypatch, format):
     original = LanguageModel.prefill

@@ -195,6 +195,16 @@ def test_a_resumed_run_gives_the_uninterrupted_numbers_and_scores_nothing_twice(
     assert [path.name for path in tmp_path.iterdir()] == ["run.resume"]
 
 
+def test_more_windows_at_once_than_the_memory_holds_are_refused(monkeypatch):
+    monkeypatch.setattr("mamba_cli.machine.free_memory", lambda device: 5 * 2 * 8)
+    plan = make_plan(documents(some_ids(9)), TOKENIZER, "step", 1)
+    with pytest.raises(
+        Mamba2Error, match=r"batch-size: expected at most 5, whose states of 16 bytes .*, got 8"
+    ):
+        evaluate(random_stand_in(), plan, 999_999_999, random_stand_in(1))
+    assert evaluate(random_stand_in(), plan, 5, random_stand_in(1)).batch_size == 5
+
+
 def test_a_resume_file_of_another_measurement_is_refused_naming_the_difference(tmp_path):
     file = tmp_path / "run.resume"
     plan = make_plan(documents(some_ids(30)), TOKENIZER, "window", 8)

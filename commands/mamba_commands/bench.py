@@ -112,6 +112,7 @@ def bench(
     from mamba_cli import load_model
     from mamba_cli.bench import count_runs, measure, published_model
     from mamba_cli.ceilings import measure_ceilings
+    from mamba_cli.machine import check_room
 
     if shape:
         lm = published_model(shape, device, dtype, backend, state_dtype)
@@ -119,6 +120,7 @@ def bench(
         lm = load_model(
             str(model), device, dtype, revision=revision, backend=backend, state_dtype=state_dtype
         )
+    check_room("--batch-sizes", max(lists[0]), lm.init_state(1).nbytes, lm.device)
     rows: list[Row] = []
     try:
         with out.progress(count_runs(*lists, repetitions), "measuring the machine") as advance:

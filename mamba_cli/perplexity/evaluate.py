@@ -11,6 +11,7 @@ import torch
 
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.language_model import BLOCK_TOKENS, LanguageModel
+from mamba_cli.machine import check_room
 from mamba_cli.perplexity.distributed import Processes
 from mamba_cli.perplexity.plan import Plan
 from mamba_cli.perplexity.resume import ResumeFile
@@ -78,6 +79,9 @@ def evaluate_each(
     assert reference is not None or len(models) == 1
     models = [*models] if reference is None else [*models, reference]
     _check_vocabulary(models)
+    if batch_size:
+        state_bytes = sum(lm.init_state(1).nbytes for lm in models)
+        check_room("batch-size", min(batch_size, len(plan.windows)), state_bytes, models[0].device)
     file = ResumeFile(resume, _key(models, plan)) if resume and processes.reports else None
     batch_size = batch_size or (file and file.batch_size) or automatic_batch_size(models, plan)
     batch_size = int(processes.from_first(torch.tensor(batch_size)))
