@@ -11,7 +11,7 @@ times their conjugate (see `cmul_conj`).
 import triton
 import triton.language as tl
 
-from mamba_kernels.triton_math import LOG2E, sincos
+from mamba_kernels.triton_math import LOG2E, exp_of_product, sincos
 
 
 @triton.jit
@@ -75,12 +75,14 @@ def real_of_conj_product(a_re, a_im, b_re, b_im, COMPLEX: tl.constexpr):
 @triton.jit
 def _exp(delta, A_re, A_im, COMPLEX: tl.constexpr):
     """exp(delta * A)."""
-    re = tl.exp2(delta * (A_re * LOG2E))
-    im = re
     if COMPLEX:
+        re = exp_of_product(delta, A_re)
         sin, cos = sincos(delta * A_im)
         im = re * sin
         re = re * cos
+    else:
+        re = tl.exp2(delta * (A_re * LOG2E))
+        im = re
     return re, im
 
 

@@ -15,8 +15,8 @@ from mamba_kernels.state_codes_triton import BF16, FP8, FP16, INT4, INT8
 
 # Bytes of a row in a chunk: an operand's row is shared by 4 lanes, and a lane loads 16 bytes at once.
 CHUNK = tl.constexpr(64)
-# C's parts, four of an integer and three of other numbers, and the columns that they are padded to with zeros,
-# the least of a product on the tensor cores.
+# C's parts, four of an integer and three of other numbers, and the columns that they are padded to with
+# zeros, the least of a product on the tensor cores.
 LIVE = tl.constexpr(4)
 PARTS = tl.constexpr(8)
 # C is an integer below 2^28, less what dividing by the unit in float32 could round up to it.

@@ -36,6 +36,16 @@ def softplus(x):
 
 
 @triton.jit
+def exp_of_product(x, y):
+    """exp(x y), of which the roundings of x y and of its product with log2(e) would be |x y| units each."""
+    product = x * y
+    power = product * LOG2E
+    rest = tl.fma(product, LOG2E, -power) + product * _LOG2E_REST + tl.fma(x, y, -product) * LOG2E
+    e = tl.exp2(power)
+    return e + e * (tl.where(tl.abs(product) < 100, rest, 0.0) * _LN2)
+
+
+@triton.jit
 def expm1_ratio(a):
     """(exp(a) - 1) / a, finite and smooth through a = 0, where it is 1."""
     small = tl.abs(a) < 0.25
