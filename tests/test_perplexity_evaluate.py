@@ -227,6 +227,13 @@ def test_a_resume_file_of_another_measurement_is_refused_naming_the_difference(t
         assert file.read_bytes() == kept
 
 
+def test_a_resume_file_in_no_folder_is_refused_before_anything_is_scored(tmp_path, monkeypatch):
+    monkeypatch.setattr("mamba_cli.perplexity.evaluate.score_batch", lambda *arguments: pytest.fail("scored"))
+    plan = make_plan(documents(some_ids(9)), TOKENIZER)
+    with pytest.raises(Mamba2Error, match=r"run: expected an existing folder to write it to, got .*none"):
+        evaluate(random_stand_in(), plan, resume=tmp_path / "none" / "run")
+
+
 @pytest.mark.parametrize("content", [b"", b"not one", b"\xff" * 64])
 def test_a_file_that_is_no_resume_file_is_refused_and_kept(tmp_path, content):
     file = tmp_path / "notes.txt"

@@ -27,6 +27,8 @@ class ResumeFile:
     """
 
     def __init__(self, path: Path, key: Mapping[str, object]):
+        if not path.parent.is_dir():
+            raise Mamba2Error(f"{path}: expected an existing folder to write it to, got {path.parent}")
         self.path = path
         self._key = {name: str(value) for name, value in key.items()}
         self._stored = self._read_key()
