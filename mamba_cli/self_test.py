@@ -23,10 +23,10 @@ from mamba_kernels.causal_conv1d import (
 )
 from mamba_kernels.choose_token import choose_token, choose_token_ref
 from mamba_kernels.chunk_scan import mamba_chunk_scan_combined, ssd_recurrent_ref
-from mamba_kernels.decode_layer import lm_head_step
+from mamba_kernels.decode_layer import in_proj_step, lm_head_step
 from mamba_kernels.decode_norm import NormBuffers, Normed
 from mamba_kernels.packed_selective_update import packed_selective_update
-from mamba_kernels.packed_ssm_step import packed_ssm_step
+from mamba_kernels.packed_ssm_step import Preparation, packed_ssm_step
 from mamba_kernels.packed_state import (
     STATE_DTYPES,
     LayerFormat,
@@ -281,6 +281,41 @@ def _packed_case(operation: str) -> Case:
     return Case(operation, run, reference)
 
 
+def _prepared_case(operation: str) -> Case:
+    """A whole window of a layer whose in_proj is the library's product: the convolution prepares the step."""
+    nheads, headdim, d_state, d_model, window = 2, 8, 16, 24, 4
+    d_ssm, conv_dim = nheads * headdim, nheads * headdim + 2 * d_state
+
+    def run(device: torch.device, dtype: torch.dtype) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(device, dtype)
+
+        packed = empty_packed_state(
+            LayerFormat(("fp32",) * nheads, window=window), 2, nheads, headdim, d_state, 1, dtype, device
+        )
+        weight, conv_weight, conv_bias = random(d_ssm + conv_dim + nheads, d_model), random(conv_dim, 4), None
+        dt_bias, A_log, D = random(nheads), random(nheads), random(nheads)
+        conv_state, row = random(2, conv_dim, 4), random(2, len(weight))
+        outputs = []
+        for _ in range(window):
+            out = NormBuffers.empty(2, d_ssm, dtype, device)
+            in_proj_step(
+                Normed(random(2, d_model), None, 0.0), weight, None, conv_state, conv_weight, conv_bias, row,
+                d_ssm=d_ssm, prepare=Preparation(packed, dt_bias, A_log),
+            )  # fmt: skip
+            normed = packed_ssm_step(row, packed, dt_bias, A_log, D, None, 0.0, out, ngroups=1, prepared=True)
+            advance_positions([packed])
+            outputs.append(normed.scaled)
+        return [*outputs, conv_state, packed.unpack(-A_log.exp())]
+
+    def reference() -> Results:
+        return [result.double() for result in run(torch.device("cpu"), torch.float64)]
+
+    return Case(operation, run, reference)
+
+
 def _packed_mamba1_case(operation: str) -> Case:
     """A whole window of a Mamba-1 layer's state in int8, exact for the same reasons."""
     dim, d_state, window = 24, 16, 4
@@ -356,6 +391,7 @@ CASES = (
     _decode_case("fused decode step, batch 16", batch=16, dtype=torch.float16),
     _decode_case("fused decode step, Mamba-1", batch=2, config=TINY_MAMBA1),
     _packed_case("packed_ssm_step"),
+    _prepared_case("packed_ssm_step behind in_proj"),
     _packed_mamba1_case("packed_selective_update"),
     _choice_case("choose_token, greedy"),
     _choice_case("choose_token", temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),

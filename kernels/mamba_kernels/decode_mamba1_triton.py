@@ -203,7 +203,7 @@ def launch_mamba1_ssm_step(
 
 
 def x_proj_config_for(batch: int, d_inner: int, dtype: torch.dtype) -> dict[str, int]:
-    """Block sizes of x_proj: it has few outputs, so one or two get a program, with more warps along a long sum.
+    """Block sizes of x_proj: it has few outputs, so a program has one or two, with more warps for a long sum.
 
     Measured in the 130m and 2.8b shapes at batch 1: 2.3 and 4.1 us from x_proj to the gate.
     """

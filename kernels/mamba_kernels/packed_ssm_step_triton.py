@@ -1,7 +1,7 @@
 """Triton kernel of the decode step's recurrence on a packed state.
 
-It follows `packed_prepare_triton`'s in the stream. All heads are read, in `packed_read_triton`, and those
-whose turn it is then move on, in `packed_fold_triton`.
+What `packed_prepare_triton` makes comes before it in the stream. All heads are read, in `packed_read_triton`,
+and those whose turn it is then move on, in `packed_fold_triton`.
 """
 
 from typing import Any
@@ -252,9 +252,9 @@ def launch_packed_ssm_step(
     reads = batch * nheads * triton.cdiv(headdim, config["BLOCK_P"]) if format.window > 1 else 0
     norm = "none" if norm_weight is None else "norm_first" if norm_before_gate else "gate_first"
     common = common_of(packed)
-    # Half of the readings follow the last fold. Several formats at once, read and folded, would be more
+    # Half of the readings follow the last fold. Three formats at once, read and folded, would be more
     # instructions than an SM's cache holds.
-    each = 0 if format.kinds & (format.kinds - 1) else reads // (2 * folds)
+    each = 0 if format.kinds.bit_count() > 2 else reads // (2 * folds)
     with torch.cuda.device_of(zxbcdt):
         if not prepared:
             launch_prepare(zxbcdt, Preparation(packed, dt_bias, A_log, dt_limit), slots, pdl)
