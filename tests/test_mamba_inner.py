@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from kernel_testing import assert_close_as_reference
 from mamba_kernels import mamba_inner
 from mamba_kernels.backend import use_backend
+from mamba_kernels.causal_conv1d import causal_conv1d_fn
 from mamba_kernels.mamba_inner import mamba_inner_fn, mamba_inner_ref
-from mamba_kernels.selective_scan import selective_scan_ref
+from mamba_kernels.selective_scan import selective_scan_fn, selective_scan_ref
 
 
 def make_inputs(
@@ -177,6 +178,40 @@ def test_kernels_are_as_good_as_torch(case, device):
         found = run(mamba_inner_fn, inputs)
     for name in found:
         assert_close_as_reference(found[name], exact[name], torch_results[name])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("is_complex", [False, True])
+@pytest.mark.parametrize("variable", [True, False])
+def test_the_whole_rounds_as_its_parts_do_one_after_another(variable, is_complex, backend, device):
+    """As in mamba_ssm's test: with weights of size 1 the output is large, and any other rounding seen."""
+    batch, dim, d_state, dt_rank, seqlen = 2, 24, 4, 5, 19
+    A = -torch.rand(dim, d_state, dtype=torch.complex64 if is_complex else torch.float32).to(device) / 2
+    states = d_state * (2 if is_complex else 1)
+    fixed = [None if variable else torch.randn(dim, d_state, dtype=A.dtype).to(device) for _ in "BC"]
+    xz, conv_weight, conv_bias, x_proj, delta_proj, out_proj, D, bias = (
+        torch.randn(*shape).to(device)
+        for shape in (
+            (batch, 2 * dim, seqlen), (dim, 1, 3), (dim,), (dt_rank + 2 * states * variable, dim),
+            (dim, dt_rank), (dim // 2, dim), (dim,), (dim,),
+        )
+    )  # fmt: skip
+    with use_backend(backend):
+        whole = mamba_inner_fn(
+            xz, conv_weight, conv_bias, x_proj, delta_proj, out_proj, None, A, *fixed, D, delta_bias=bias
+        )
+        x, z = xz.chunk(2, 1)
+        x = causal_conv1d_fn(x, conv_weight.squeeze(1), conv_bias, activation="silu")
+        tokens = F.linear(x.transpose(1, 2).reshape(-1, dim), x_proj)
+        dt, *projected = tokens.split([dt_rank, *([states, states] if variable else [])], dim=1)
+        delta = (delta_proj @ dt.t()).view(dim, batch, seqlen).transpose(0, 1)
+        if is_complex:
+            projected = [t.view(batch, seqlen, -1, 2).permute(0, 2, 1, 3).flatten(2) for t in projected]
+        else:
+            projected = [t.view(batch, seqlen, -1).transpose(1, 2) for t in projected]
+        B, C = (t.contiguous() for t in (projected or fixed))
+        y = selective_scan_fn(x, delta, A, B, C, D, z=z, delta_bias=bias, delta_softplus=True)
+    assert torch.equal(whole, F.linear(y.transpose(1, 2), out_proj))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from mamba_kernels.backend import interpreting
 from mamba_kernels.triton_launch import stride_unit
-from mamba_kernels.triton_math import sigmoid
+from mamba_kernels.triton_math import logistic_quotient
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def convolve(
 @triton.jit
 def _activate(y, s0, SILU: tl.constexpr, HAS_SEQ_IDX: tl.constexpr, INTERPRET: tl.constexpr):
     if SILU:
-        y = y * sigmoid(y, INTERPRET)
+        y = logistic_quotient(y, y, INTERPRET)
     if HAS_SEQ_IDX:
         y = tl.where(s0 >= 0, y, 0.0)
     return y

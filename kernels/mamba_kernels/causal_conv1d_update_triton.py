@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mamba_kernels.backend import interpreting
 from mamba_kernels.causal_conv1d_triton import convolve, load_taps, pointers
-from mamba_kernels.triton_math import sigmoid
+from mamba_kernels.triton_math import logistic_quotient
 
 
 @triton.jit(do_not_specialize=["d_blocks"])
@@ -75,7 +75,7 @@ def _update_kernel(
         x0 = tl.load(x, mask=kept, other=0.0).to(tl.float32)
         y = convolve(p3, p2, p1, x0, 0, 0, 0, 0, w0, w1, w2, w3, bias, WIDTH, False)
         if SILU:
-            y = y * sigmoid(y, INTERPRET)
+            y = logistic_quotient(y, y, INTERPRET)
         tl.store(out, tl.where(live, y, 0.0), mask=inside)
         x += stride_xt
         out += stride_ot

@@ -230,10 +230,16 @@ def _graph(
 
 
 def _scan_inputs(tensors: _Tensors, options: _Options, conv1d: Callable[..., torch.Tensor]) -> ScanInputs:
-    """Go from xz to the scan. Tokens stay the last axis: a product with a weight needs no transpose."""
+    """Go from xz to the scan, by the products that mamba_ssm takes, in their shapes and order.
+
+    So the whole rounds as its parts do one after another: where numbers are large, a product in another shape
+    is as exact, but what a scan makes of the difference would be seen.
+    """
     x, z = tensors.xz.chunk(2, dim=1)
     x = conv1d(x, tensors.conv1d_weight.squeeze(1), tensors.conv1d_bias, activation="silu")
-    dt, *projected = _times(tensors.x_proj_weight, x).split(_rows(tensors), dim=1)
+    tokens = F.linear(x.transpose(1, 2).flatten(0, 1), tensors.x_proj_weight)
+    rows = tokens.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+    dt, *projected = rows.split(_rows(tensors), dim=1)
     B = tensors.B if tensors.B is not None else projected.pop(0)
     C = tensors.C if tensors.C is not None else projected.pop(0)
     if tensors.B is None:
@@ -245,7 +251,8 @@ def _scan_inputs(tensors: _Tensors, options: _Options, conv1d: Callable[..., tor
     before = weight is None or weight.shape[0] == dt.shape[1]
     if before and (options.rms_all or weight is not None):
         dt = _rms_norm(dt, weight, options.rms_eps)
-    delta = _times(tensors.delta_proj_weight, dt)
+    delta = tensors.delta_proj_weight @ dt.transpose(0, 1).flatten(1)
+    delta = delta.unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)
     if not before:
         delta = _rms_norm(delta, weight, options.rms_eps)
     return checked(
@@ -261,8 +268,7 @@ def _times(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def _out_proj(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Project y (batch, dim, seqlen) to (batch, seqlen, d_model), contiguous."""
-    out = y.transpose(1, 2) @ weight.t().expand(y.shape[0], -1, -1)
-    return out if bias is None else out + bias.to(out.dtype)
+    return F.linear(y.transpose(1, 2), weight, None if bias is None else bias.to(y.dtype))
 
 
 def _finish(
@@ -279,7 +285,7 @@ def _finish(
         rows = _rms_norm(rows, rms_weight, options.rms_eps)
     if A.is_complex():  # from pairs of rows to pairs of columns
         rows = rows.unflatten(1, (-1, 2)).transpose(2, 3).flatten(2)
-    return rows
+    return rows.contiguous()
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

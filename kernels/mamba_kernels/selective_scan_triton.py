@@ -23,7 +23,7 @@ from mamba_kernels.selective_scan_tiles_triton import (
     moves_of,
     over_states,
 )
-from mamba_kernels.triton_math import sigmoid
+from mamba_kernels.triton_math import logistic_quotient
 
 # Tokens from one saved state to the next. A multiple of every BLOCK_T.
 START_EVERY = 256
@@ -148,7 +148,7 @@ def _scan_kernel(
         if D_ptr is not None:
             y += D * u
         if z_ptr is not None:
-            y *= z * sigmoid(z, INTERPRET)
+            y *= logistic_quotient(z, z, INTERPRET)
         at = tl.cast(first, tl.int64) * stride_ot
         tl.store(out_ptrs + at, y.to(out_ptr.dtype.element_ty), mask=t_in & c_in[None, :])
 

@@ -61,28 +61,37 @@ def silu(x):
 
 @triton.jit
 def sigmoid(x, INTERPRET: tl.constexpr):
-    """1 / (1 + exp(-x)) to 3 units of float32 rounding; for x < -87 what it is there, 2e-38.
+    """1 / (1 + exp(-x)), see `logistic_quotient`."""
+    return logistic_quotient(tl.full(x.shape, 1.0, tl.float32), x, INTERPRET)
+
+
+@triton.jit
+def logistic_quotient(y, x, INTERPRET: tl.constexpr):
+    """y / (1 + exp(-x)) to 3 units of float32 rounding; for x < -87 what it is there, 2e-38 y.
 
     The product of x with log2(e) is carried in two parts: its rounding alone would be |x| units in exp(-x).
-    tl.exp and / guard denormal results as well, which cannot matter here, at twice the instructions.
+    And the quotient is put right by its remainder, as a reciprocal is a unit off. tl.exp and / guard denormal
+    results as well, which cannot matter here, at twice the instructions.
     INTERPRET: whether Triton's interpreter runs, which knows no assembly.
     """
     if INTERPRET:
-        return 1.0 / (1.0 + tl.exp(-x))
+        return y / (1.0 + tl.exp(-x))
     else:
         return tl.inline_asm_elementwise(
-            """{ .reg .f32 e, r, x;
-                 max.ftz.f32 x, $1, 0fC2AE0000;
-                 mul.rn.ftz.f32 e, x, 0fBFB8AA3B;
-                 neg.ftz.f32 r, e;
-                 fma.rn.ftz.f32 r, x, 0fBFB8AA3B, r;
-                 fma.rn.ftz.f32 r, x, 0fB2A57060, r;
-                 mul.ftz.f32 r, r, 0f3F317218;
-                 ex2.approx.ftz.f32 e, e;
+            """{ .reg .f32 e, p, r, q, x;
+                 max.ftz.f32 x, $2, 0fC2AE0000;
+                 mul.rn.ftz.f32 p, x, 0fBFB8AA3B;
+                 neg.ftz.f32 x, x;
+                 fma.rn.ftz.f32 r, p, 0fBF317218, x;
+                 ex2.approx.ftz.f32 e, p;
                  fma.rn.ftz.f32 e, e, r, e;
                  add.ftz.f32 e, e, 0f3F800000;
-                 rcp.approx.ftz.f32 $0, e; }""",
-            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+                 rcp.approx.ftz.f32 r, e;
+                 mul.rn.ftz.f32 q, $1, r;
+                 neg.ftz.f32 e, e;
+                 fma.rn.ftz.f32 e, e, q, $1;
+                 fma.rn.ftz.f32 $0, e, r, q; }""",
+            "=f,f,f", [y, x], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
 
 
