@@ -278,6 +278,21 @@ def test_every_tiling_gives_the_same_and_so_every_order_of_folds_and_readings(de
     assert torch.equal(states[0].codes, states[1].codes)
 
 
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
+@pytest.mark.parametrize("d_state", [16, 64, 256])
+def test_the_tiling_of_a_large_batch_fits_rows_of_every_size(device, d_state, dtype):
+    """Of narrow rows as many are folded at once as are read, in formats that are read in several parts."""
+    from mamba_kernels.packed_ssm_step_triton import config_for
+
+    layer = Layer((dtype,), window=2, headdim=64, d_state=d_state)
+    packed = layer.state(torch.float32, device)
+    row, reference = layer.row(0, torch.float32, device), packed.map(torch.clone)
+    with use_backend("triton"):
+        found = layer.step(packed_ssm_step, row, packed, config=config_for(1000, packed.format, 64, d_state))
+    expected = layer.step(packed_ssm_step_ref, row, reference)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_what_does_not_fit_is_refused(device):
     layer = Layer(("int8",) * 2)
     row, packed = layer.row(0, torch.float32, device), layer.state(torch.float32, device)

@@ -103,7 +103,7 @@ def _packed_ssm_step_kernel(
         if is_among(KIND, KINDS):
             if KINDS == 1 << KIND or kind == KIND:
                 begin_ptr = codes_ptr + begin.to(tl.int64) * 4
-                ROWS: tl.constexpr = rows_of(KIND, BLOCK_P)
+                ROWS: tl.constexpr = rows_of(KIND, BLOCK_P, FOLD_P)
                 if folding:
                     _advance_rows(
                         zxbcdt_ptr, begin_ptr, scales_ptr, past_x_ptr, past_B_ptr, columns_ptr, D_ptr,
@@ -128,9 +128,12 @@ def _packed_ssm_step_kernel(
 
 
 @triton.constexpr_function
-def rows_of(kind, rows):
-    """How many rows of format `kind` are read at once, where `rows` are of 8 bits a number or fewer."""
-    return max(min(rows, 16), rows * per_word(kind) // 4) if kind < 3 else rows
+def rows_of(kind, rows, fold):
+    """How many rows of format `kind` are read at once, where `rows` are of 8 bits a number or fewer.
+
+    No fewer than a fold's, each of which has a part of the sum of squares.
+    """
+    return max(min(rows, 16), fold, rows * per_word(kind) // 4) if kind < 3 else rows
 
 
 @triton.jit
