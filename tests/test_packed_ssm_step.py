@@ -133,9 +133,11 @@ LAYERS = [
     # Rows of one chunk and of several; with columns the same codes take the other way.
     Layer(("int8", "fp16", "fp8", "bf16"), d_state=64, window=2, batch=1),
     Layer(("int8", "int4", "fp16", "fp8", "bf16", "fp8"), d_state=128, ngroups=2, window=2, slots=(3, 0)),
+    Layer(("int8", "fp8", "fp16", "bf16"), d_state=192, window=2, batch=1),  # of chunks, not a power of two
+    Layer(("fp16", "int8"), d_state=96, window=2, batch=1),
     Layer(("int8", "int4", "fp16"), d_state=128, window=2, batch=1, columns=True),
     Layer(("int4", "fp16"), d_state=256, window=2, batch=1, columns=True),
-    # The longest window that is unrolled, and the shortest that is a loop.
+    # The longest window that a fold multiplies in the smallest product, and the shortest in the next.
     Layer(("int8", "fp32"), window=16, headdim=4, batch=1),
     Layer(("int8", "fp32"), window=17, headdim=4, batch=1),
 ]
@@ -229,8 +231,10 @@ def test_padding_writes_zeros_and_changes_no_state(device, backend):
     layer = Layer(("int8", "int4"), window=2, batch=3, d_state=32, slots=(2, -1, 0))
     packed = layer.state(torch.float32, device)
     before = packed.map(torch.clone)
+    row = layer.row(0, torch.float32, device)
+    row[1] = float("nan")
     with use_backend(backend):
-        found = layer.step(packed_ssm_step, layer.row(0, torch.float32, device), packed)
+        found = layer.step(packed_ssm_step, row, packed)
     assert torch.isfinite(found).all() and not found[1].any() and found[0].any()
     for ours, old in zip(packed.tensors(), before.tensors(), strict=True):
         assert torch.equal(ours[[1, 3, 4]], old[[1, 3, 4]])
@@ -279,18 +283,23 @@ def test_every_tiling_gives_the_same_and_so_every_order_of_folds_and_readings(de
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
-@pytest.mark.parametrize("d_state", [16, 64, 256])
-def test_the_tiling_of_a_large_batch_fits_rows_of_every_size(device, d_state, dtype):
-    """Of narrow rows as many are folded at once as are read, in formats that are read in several parts."""
+@pytest.mark.parametrize(("headdim", "d_state"), [(64, 16), (64, 64), (64, 256), (48, 256)])
+def test_the_tiling_of_a_large_batch_fits_rows_of_every_size(device, headdim, d_state, dtype):
+    """Of narrow rows as many are folded at once as are read, in formats that are read in several parts.
+
+    A tile that ends past the head may have whole parts there.
+    """
     from mamba_kernels.packed_ssm_step_triton import config_for
 
-    layer = Layer((dtype,), window=2, headdim=64, d_state=d_state)
+    layer = Layer((dtype,), window=2, headdim=headdim, d_state=d_state)
     packed = layer.state(torch.float32, device)
     row, reference = layer.row(0, torch.float32, device), packed.map(torch.clone)
+    config = config_for(1000, packed.format, headdim, d_state)
     with use_backend("triton"):
-        found = layer.step(packed_ssm_step, row, packed, config=config_for(1000, packed.format, 64, d_state))
+        found = layer.step(packed_ssm_step, row, packed, config=config)
     expected = layer.step(packed_ssm_step_ref, row, reference)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(packed.x, reference.x)
 
 
 def test_what_does_not_fit_is_refused(device):

@@ -59,7 +59,10 @@ def fold_rows(
     ring = tl.arange(0, factors.shape[0])
     x = tl.where((ring == now)[None, :], x_now[:, None], past_x).to(tl.float32) * factors[None, :]
     inputs = _split_all((_sum_products(_parts(x, past_x.dtype), _as_result(B, BLOCK_W), INTERPRET),), FIELDS)
-    fields = decode(_as_result(_join_all(codes), BLOCK_W), KIND)
+    tiles = codes
+    for _ in tl.static_range(BLOCK_W // codes[0].shape[1] - len(codes)):
+        tiles += (tl.zeros_like(codes[0]),)  # of rows of 3 chunks, of which there are 4 in a tile
+    fields = decode(_as_result(_join_all(tiles), BLOCK_W), KIND)
     scale *= decay * decoded_unit(KIND)
     w = tl.reshape(_as_result(tl.arange(0, BLOCK_W)[None, :], BLOCK_W), (BLOCK_W,))
     state = ()

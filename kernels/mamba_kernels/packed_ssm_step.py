@@ -140,6 +140,7 @@ def packed_ssm_step_ref(
         y[live] = _advance(packed, slots[live], x[live], B[live], C[live], dt[live], A)
     y = y + (D if D.dim() == 2 else D[:, None]) * x
     y = torch.where(live[:, None, None], y, 0.0).flatten(1)
+    z = torch.where(live[:, None], z, 0.0)
 
     if not gate:
         out.scaled.copy_(y)

@@ -115,7 +115,11 @@ def _packed_ssm_step_kernel(
                         PDL, INTERPRET,
                     )  # fmt: skip
                 elif WINDOW > 1:
-                    for part in range(BLOCK_P // ROWS):
+                    parts = BLOCK_P // ROWS
+                    if HEADDIM % BLOCK_P != 0:
+                        # What lies past the head is not masked where parts divide it.
+                        parts = tl.minimum(parts, (HEADDIM + ROWS - 1) // ROWS - tile * (BLOCK_P // ROWS))
+                    for part in range(parts):
                         _advance_rows(
                             zxbcdt_ptr, begin_ptr, scales_ptr, past_x_ptr, past_B_ptr, columns_ptr, D_ptr,
                             norm_weight_ptr, scaled_ptr, squares_ptr, weights_ptr, parts_ptr, halves_ptr,
