@@ -66,7 +66,7 @@ def _convolve_and_prepare_kernel(
         )  # fmt: skip
         wait_for_previous(PDL)
         row = zxbcdt_ptr + (pid // GROUPS).to(tl.int64) * stride_in
-        dt = load_dt(row + 2 * D_SSM + 2 * GROUPS * D_STATE, group, NHEADS, HEADS_PER_GROUP, BLOCK_H)
+        dt = load_dt(row + 2 * D_SSM + 2 * GROUPS * D_STATE, group, HEADS_PER_GROUP, BLOCK_H)
         BC = convolve_in_place(
             zxbcdt_ptr + D_SSM, convolution, m, m < batch, channel, is_conv, stride_in, stride_tap, D_CONV
         )

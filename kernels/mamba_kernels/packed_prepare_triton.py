@@ -19,13 +19,7 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wait_for_previous
-from mamba_kernels.packed_products_triton import (
-    CHUNK,
-    LARGEST,
-    LIVE,
-    SMALLEST,
-    is_among,
-)
+from mamba_kernels.packed_products_triton import CHUNK, LARGEST, LIVE, SMALLEST, is_among
 from mamba_kernels.packed_ssm_step import Preparation
 from mamba_kernels.packed_state import PackedState
 from mamba_kernels.state_codes import FORMATS, STATE_DTYPES
@@ -34,15 +28,15 @@ from mamba_kernels.triton_math import softplus
 
 
 class Common(NamedTuple):
-    """What a step's two kernels hand over.
+    """What the first of a step's two kernels hands the second; what no head's format needs is not written.
 
     weights: (slots, nheads, 2 + 2 * window) float32, the decay, this token's weight, the weights of the
     window in its ring's order, 0 in this token's place, and the factors.
-    parts: (slots, ngroups, 3, LIVE, bytes of an int8 row) int8, C as an integer in 4 parts of 7 bits, the
-    lowest first, for int8 codes, for the lower and for the upper halves of int4 codes.
-    halves: (slots, ngroups, 2, LIVE, d_state) float16, C in 3 parts, the largest first, each a multiple of
-    2^-11 of the unit of the one before, for fp16 codes and for fp8 codes.
-    bfloats: (slots, ngroups, LIVE, d_state) bfloat16, C as a sum of 3 parts, for bf16 codes.
+    parts: (slots, ngroups, 3, LIVE, d_state) int8, C as an integer in 4 parts of 7 bits, the lowest first,
+    for int8 codes, for the lower and for the upper halves of int4 codes.
+    halves: (slots, ngroups, 2, LIVE, d_state) float16, C in 3 parts and zeros, the largest first, each a
+    multiple of 2^-11 of the unit of the one before, for fp16 codes and for fp8 codes.
+    bfloats: (slots, ngroups, LIVE, d_state) bfloat16, C as a sum of 3 parts and zeros, for bf16 codes.
     unit: (slots, ngroups, 2) float32, what parts and halves are multiples of.
     """
 
@@ -68,7 +62,7 @@ def _empty_common(packed: PackedState) -> Common:
     device = packed.codes.device
     return Common(
         torch.empty(slots, nheads, 2 + 2 * window, device=device),
-        torch.empty(slots, ngroups, 3, LIVE.value, -(-d_state // 4) * 4, dtype=torch.int8, device=device),
+        torch.empty(slots, ngroups, 3, LIVE.value, d_state, dtype=torch.int8, device=device),
         torch.empty(slots, ngroups, 2, LIVE.value, d_state, dtype=torch.float16, device=device),
         torch.empty(slots, ngroups, LIVE.value, d_state, dtype=torch.bfloat16, device=device),
         torch.empty(slots, ngroups, 2, device=device),
@@ -117,7 +111,7 @@ def load_past(
 
 
 @triton.jit
-def load_dt(row, group, NHEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, BLOCK_H: tl.constexpr):
+def load_dt(row, group, HEADS_PER_GROUP: tl.constexpr, BLOCK_H: tl.constexpr):
     """This token's dt of the heads of a group (BLOCK_H,), from where its row of zxbcdt has them."""
     i = tl.arange(0, BLOCK_H)
     i_in = inside(i, HEADS_PER_GROUP, BLOCK_H)
@@ -216,7 +210,8 @@ def _store_parts(parts_ptr, C, n, n_in, HALVES: tl.constexpr, D_STATE: tl.conste
 
 @triton.jit
 def _store_floats(parts_ptr, C, n, n_in, NEXT: tl.constexpr, FIELDS: tl.constexpr, D_STATE: tl.constexpr):
-    """C (N,), in its unit, as a sum of three numbers of 16 bits, each in 1 / NEXT of the one before.
+    """C (N,), in its unit, as a sum of three numbers of 16 bits, each in 1 / NEXT of the one before,
+    and zeros.
 
     In the order of codes with FIELDS in a word. fp8 codes, which are multiplied as float16, are in two halves
     of a chunk: of each lane's 16 codes the first 8, and the second.
@@ -259,7 +254,7 @@ def _prepare_kernel(
     )  # fmt: skip
     wait_for_previous(PDL)
     row = zxbcdt_ptr + batch * stride_in + 2 * D_SSM
-    dt = load_dt(row + 2 * BC, group, NHEADS, HEADS_PER_GROUP, BLOCK_H)
+    dt = load_dt(row + 2 * BC, group, HEADS_PER_GROUP, BLOCK_H)
     n = tl.arange(0, BLOCK_N)
     n_in = inside(n, D_STATE, BLOCK_N)
     B = tl.load(row + group * D_STATE + n, mask=n_in, other=0.0)

@@ -62,14 +62,13 @@ def multiply(
     if not AS_LOADED:
         return _multiply_decoded(codes[0], C_ptr, columns, KIND, D_STATE, BLOCK_W)
     elif is_integer(KIND):
-        ROW: tl.constexpr = (D_STATE + 3) // 4 * 4
-        parts_ptr += group_row * (3 * LIVE * ROW)
+        parts_ptr += group_row * (3 * LIVE * D_STATE)
         sums = tl.zeros((P, PARTS), tl.int32)
         for chunk in tl.static_range(WORDS * 4 // CHUNK):
             numbers = as_operand(codes[chunk], KIND, INTERPRET)
             for half in tl.static_range(len(numbers)):
-                own_ptr = parts_ptr + (half if KIND == INT8 else 1 + half) * (LIVE * ROW)
-                C_parts = load_parts(own_ptr, chunk, ROW // 4, INT8, INTERPRET)
+                own_ptr = parts_ptr + (half if KIND == INT8 else 1 + half) * (LIVE * D_STATE)
+                C_parts = load_parts(own_ptr, chunk, D_STATE // 4, INT8, INTERPRET)
                 sums = tl.dot(numbers[half], C_parts, sums, out_dtype=tl.int32)
         # The halves of bytes are 16 times int4 codes.
         return sum_parts(sums, 7) * (tl.load(unit_ptr + 2 * group_row) * (1.0 if KIND == INT8 else 1 / 16))

@@ -5,10 +5,12 @@
 The stored state is read at every token and written once in a window, when a head folds.
 
 On Triton that is two kernels a layer, one after the other in the stream: the first makes what all rows of a
-head, or all heads of a group, have in common, and takes dt and B into the window; the second reads or folds
-each head and takes x. What the first hands over lies in `PackedState.work`, which the layer's first token
-allocates and the ones after it fill anew. The first is the end of the convolution where
-`decode_layer.in_proj_step` is told of the step by a `Preparation`.
+head, or all heads of a group, have in common, and takes dt and B into the window; the second reads each head,
+folds those whose turn it is, and takes x. What the first hands over lies in `PackedState.work`, which the
+layer's first token allocates and the ones after it fill anew.
+
+Told of the step by a `Preparation`, `decode_layer.in_proj_step` runs the first, and behind a product of the
+library that is no kernel of its own but part of the one that convolves.
 """
 
 from typing import Any, NamedTuple

@@ -37,9 +37,8 @@ def _packed_ssm_step_kernel(
     EACH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_AGE: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """`folds` of the programs advance FOLD_P rows of a head whose turn it is to fold, the others BLOCK_P.
-
-    These are read a few after another where their format is wide, see `rows_of`.
+    """`folds` of the programs advance FOLD_P rows of a head whose turn it is to fold; the others BLOCK_P,
+    some at a time where their format is wide, see `rows_of`.
 
     A fold computes where a reading waits for memory, so they alternate, a fold before every EACH readings;
     the folds end before the readings do, as one of them takes several times as long. EACH 0: folds first.
@@ -135,9 +134,9 @@ def _packed_ssm_step_kernel(
 def rows_of(kind, rows, fold):
     """How many rows of format `kind` are read at once, where `rows` are of 8 bits a number or fewer.
 
-    No fewer than a fold's, each of which has a part of the sum of squares.
+    No fewer than are folded: a sum of squares has a part for so many rows.
     """
-    return max(min(rows, 16), fold, rows * per_word(kind) // 4) if kind < 3 else rows
+    return min(rows, max(16, fold, rows * per_word(kind) // 4))
 
 
 @triton.jit
@@ -217,7 +216,7 @@ def _advance_rows(
 
 
 def config_for(batch: int, format: LayerFormat, headdim: int, d_state: int) -> dict[str, int]:
-    """Block sizes of programs of one warp, which waits for no other: 8192 bytes of codes are read, and 2048
+    """Block sizes of programs of one warp, which waits for no other: 8192 codes of 8 bits are read, and 2048
     numbers folded.
 
     A small batch is cut finer, as the time is then that of one program: below 1000 programs, some seven for

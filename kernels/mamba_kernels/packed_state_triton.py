@@ -102,7 +102,7 @@ def _unpack_rows(
     BLOCK_W: tl.constexpr = BLOCK_N // FIELDS
     w = tl.arange(0, BLOCK_W)
     state = stored_and_window(
-        codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, 0.0, A, position, count,
+        codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr, A, position, count,
         p, p_in, w, KIND, NHEADS, D_STATE, D_SSM, BC, WINDOW, BLOCK_W, BLOCK_AGE,
     )  # fmt: skip
     for field in tl.static_range(FIELDS):

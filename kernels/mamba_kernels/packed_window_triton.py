@@ -10,11 +10,11 @@ from mamba_kernels.state_codes_triton import decode, decoded_unit, is_scaled, pe
 @triton.jit
 def stored_and_window(
     codes_ptr, scales_ptr, columns, past_x_ptr, past_B_ptr, past_dt_ptr,
-    dt, A, position, count, p, p_in, w,
+    A, position, count, p, p_in, w,
     KIND: tl.constexpr, NHEADS: tl.constexpr, D_STATE: tl.constexpr, D_SSM: tl.constexpr, BC: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_AGE: tl.constexpr,
 ):  # fmt: skip
-    """The rows p (P,) of a head before its next input, decayed by dt of that, as fields (P, BLOCK_W).
+    """The rows p (P,) of a head, with its window folded in, as fields (P, BLOCK_W).
 
     count: inputs in the window, the last before `position`. The pointers are the head's, and the group's.
     """
@@ -24,7 +24,7 @@ def stored_and_window(
     scale = load_scale(scales_ptr, p, p_in, KIND)
     age = tl.arange(0, BLOCK_AGE)
     rings = (position + (2 * WINDOW - 1) - age) % WINDOW
-    total = dt + tl.sum(tl.load(past_dt_ptr + rings * NHEADS, mask=age < count, other=0.0), axis=0)
+    total = tl.sum(tl.load(past_dt_ptr + rings * NHEADS, mask=age < count, other=0.0), axis=0)
     scale *= tl.exp(A * total) * decoded_unit(KIND)
     fields = decode(words, KIND)
     state = ()
@@ -33,7 +33,7 @@ def stored_and_window(
         if columns is not None and is_scaled(KIND):
             part *= load_columns(columns, w, field, WORDS, D_STATE, BLOCK_W)[None, :]
         state += (part,)
-    since = dt
+    since = tl.zeros_like(total)
     if WINDOW <= 16:
         # Unrolled, the loads of all inputs are under way at once.
         for back in tl.static_range(WINDOW - 1):
