@@ -179,6 +179,24 @@ def test_the_kernels_pack_to_the_same_bytes_and_unpack_the_window(device, heads,
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [1, 16, 17])
+def test_the_kernel_unpacks_windows_that_are_unrolled_and_longer_ones(device, window):
+    """17 is the shortest that is a loop. Each slot is at another place of its window."""
+    packed = empty_packed_state(
+        LayerFormat(("int8", "fp32"), window=window), window, 2, 5, 16, 1, torch.float32, device
+    )
+    packed.pack_(randn(window, 2, 5, 16, seed=1).to(device), torch.arange(window).to(device) + window)
+    for name in ("x", "B", "dt"):
+        tensor = getattr(packed, name)
+        tensor.copy_(randn(*tensor.shape, seed=2).abs())
+    A = torch.tensor([-0.3, -2.0], device=device)
+    found = []
+    for backend in ("torch", "triton"):
+        with use_backend(backend):
+            found.append(packed.unpack(A))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
 def test_column_factors_even_out_columns_of_different_size():
     columns = torch.logspace(-2, 2, 32).expand(2, 32)
     state = randn(3, 2, 8, 32) * columns[:, None, :]
