@@ -15,6 +15,9 @@ convolution and the residual with the next norm, are kernels of their own. The c
 `NormBuffers` it gives to embed_step and out_proj_step: without `squares` rows are normalised whole, and rows
 that are whole and of the weight's dtype are multiplied by the library.
 
+A state in few bits is advanced by `packed_ssm_step` in place of ssm_step, which needs a kernel more, or none
+behind the library's product: see `Preparation`.
+
 Every function writes into buffers of its caller and neither allocates nor waits for the device, so that the
 chain can be captured. `pdl=True` lets each kernel load its weights and its layer's state while the kernel
 before it still runs; it asks that no kernel since this token's `embed_step` has written them.
