@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wait_for_previous
-from mamba_kernels.packed_products_triton import CHUNK, LARGEST, LIVE, SMALLEST, is_among
+from mamba_kernels.packed_products_triton import CHUNK, LARGEST, LIVE, SMALLEST
 from mamba_kernels.packed_ssm_step import Preparation
 from mamba_kernels.packed_state import PackedState
 from mamba_kernels.state_codes import FORMATS, STATE_DTYPES
-from mamba_kernels.state_codes_triton import BF16, FP8, FP16, INT4, INT8
+from mamba_kernels.state_codes_triton import BF16, FP8, FP16, INT4, INT8, is_among
 from mamba_kernels.triton_math import softplus
 
 

@@ -25,12 +25,6 @@ LARGEST = tl.constexpr(268435200.0)
 SMALLEST = tl.constexpr(1e-30)
 
 
-@triton.constexpr_function
-def is_among(kind, kinds):
-    """Whether bit `kind` of `kinds` is set."""
-    return (kinds >> kind) & 1 != 0
-
-
 @triton.jit
 def load_chunk(codes_ptr, chunk, p, p_in, WORDS: tl.constexpr):
     """Words (P, 16): those of a chunk of rows p of codes, WORDS each."""

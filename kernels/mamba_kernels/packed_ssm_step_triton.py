@@ -15,13 +15,12 @@ from mamba_kernels.decode_norm_triton import early_start, inside, start_next, wa
 from mamba_kernels.packed_fold_triton import fold_rows, load_inputs
 from mamba_kernels.packed_output_triton import finish, load_gate
 from mamba_kernels.packed_prepare_triton import common_of, launch_prepare, multiplied_as_loaded
-from mamba_kernels.packed_products_triton import is_among
 from mamba_kernels.packed_read_triton import load_codes, multiply
 from mamba_kernels.packed_ssm_step import Preparation
 from mamba_kernels.packed_state import LayerFormat, PackedState, head_table
 from mamba_kernels.packed_window_triton import load_scale
 from mamba_kernels.state_codes import first_key
-from mamba_kernels.state_codes_triton import per_word, rounding_key
+from mamba_kernels.state_codes_triton import is_among, per_word, rounding_key
 
 
 @triton.jit(do_not_specialize=["folds", "seed"])

@@ -9,7 +9,7 @@ from mamba_kernels.decode_norm_triton import inside
 from mamba_kernels.packed_state import PackedState, head_table
 from mamba_kernels.packed_window_triton import inverse_columns, stored_and_window
 from mamba_kernels.state_codes import first_key
-from mamba_kernels.state_codes_triton import encode, is_scaled, per_word, rounding_key
+from mamba_kernels.state_codes_triton import encode, is_among, is_scaled, per_word, rounding_key
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -46,13 +46,13 @@ def _packed_state_kernel(
     if columns_ptr is not None:
         columns = columns_ptr + head * D_STATE
     for KIND in tl.static_range(6):
-        if (KINDS >> KIND) & 1 != 0:
+        if is_among(KIND, KINDS):
             if kind == KIND:
                 if PACK:
                     key = rounding_key(seed, position - 1, head)
                     _pack_rows(
                         state_ptrs, codes_ptr, scales_ptr, columns, key, p, p_in, KIND, D_STATE, STOCHASTIC,
-                        BLOCK_P, BLOCK_N, INTERPRET,
+                        BLOCK_N, INTERPRET,
                     )  # fmt: skip
                 else:
                     _unpack_rows(
@@ -68,8 +68,8 @@ def _packed_state_kernel(
 @triton.jit
 def _pack_rows(
     state_ptrs, codes_ptr, scales_ptr, columns, key, p, p_in,
-    KIND: tl.constexpr, D_STATE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, INTERPRET: tl.constexpr,
+    KIND: tl.constexpr, D_STATE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK_N: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     FIELDS: tl.constexpr = per_word(KIND)
     WORDS: tl.constexpr = (D_STATE + FIELDS - 1) // FIELDS

@@ -33,7 +33,14 @@ def is_scaled(kind):
 
 @triton.constexpr_function
 def is_integer(kind):
+    """Whether codes of format `kind` are integers."""
     return kind in (3, 5)
+
+
+@triton.constexpr_function
+def is_among(kind, kinds):
+    """Whether bit `kind` of `kinds` is set."""
+    return (kinds >> kind) & 1 != 0
 
 
 @triton.jit
