@@ -241,6 +241,20 @@ def test_padding_writes_zeros_and_changes_no_state(device, backend):
     assert not torch.equal(packed.x[0], before.x[0]) and not torch.equal(packed.dt[2], before.dt[2])
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_overflowed_in_a_slot_is_gone_when_another_sequence_takes_it(device, backend):
+    layer = Layer(("int8", "fp32"), window=4, d_state=64)
+    packed = layer.state(torch.float32, device)
+    for past in (packed.x, packed.B, packed.dt):
+        past.fill_(float("inf"))
+    with use_backend(backend):
+        packed.pack_(torch.zeros(layer.batch, layer.nheads, layer.headdim, layer.d_state, device=device), 0)
+        for token in range(4):
+            assert layer.step(packed_ssm_step, layer.row(token, torch.float32, device), packed).isfinite().all()
+            advance_positions([packed])
+    assert packed.scales.isfinite().all()
+
+
 def test_float16_codes_meet_all_bits_of_C(device):
     """Beside a column that is 2^20 of the others in C, and zero in the state: a part too few is seen."""
     layer = Layer(("fp16",) * 2, window=8, d_state=64, norm="no_gate")
@@ -260,11 +274,15 @@ def test_float16_codes_meet_all_bits_of_C(device):
 
 @pytest.mark.parametrize(
     ("config", "window"),
-    [((16, 4, 1), 2), ((4, 4, 1), 2), ((4, 4, 1), 3), ((2, 1, 1), 3), ((8, 4, 1), 16), ((4, 4, 1), 17)],
+    [((16, 4, 1), 2), ((4, 4, 1), 2), ((4, 4, 1), 4), ((2, 1, 1), 3), ((8, 4, 1), 16), ((4, 4, 1), 17)],
 )
 def test_every_tiling_gives_the_same_and_so_every_order_of_folds_and_readings(device, config, window):
-    """Four tokens around the first time that the window is full: each of the three heads folds at one."""
-    layer = Layer(("int8", "int4", "fp16"), window=window, batch=1, headdim=8, d_state=32, norm="norm_first")
+    """Four tokens around the first time that the window is full: each of the four heads folds at one.
+
+    Folds stand first, or one before every reading or every two: with more than two formats all would be first.
+    """
+    heads = ("int4", "fp16", "fp16", "int4")
+    layer = Layer(heads, window=window, batch=1, headdim=8, d_state=32, norm="norm_first")
     states = [layer.state(torch.float32, device)]
     tiles = dict(zip(("BLOCK_P", "FOLD_P", "num_warps"), config, strict=True))
     begin = max(0, window - 4)
