@@ -237,7 +237,8 @@ class PackedState:
             self.position.copy_(position)
         else:
             self.position.fill_(position)
-        self.dt.zero_()
+        for past in (self.x, self.B, self.dt):
+            past.zero_()  # each, as 0 times an infinity that a former sequence has left would not be 0
         if backend_for(self.codes.device) == "triton":
             from mamba_kernels.packed_state_triton import launch_pack
 
