@@ -250,7 +250,9 @@ def test_what_overflowed_in_a_slot_is_gone_when_another_sequence_takes_it(device
     with use_backend(backend):
         packed.pack_(torch.zeros(layer.batch, layer.nheads, layer.headdim, layer.d_state, device=device), 0)
         for token in range(4):
-            assert layer.step(packed_ssm_step, layer.row(token, torch.float32, device), packed).isfinite().all()
+            assert (
+                layer.step(packed_ssm_step, layer.row(token, torch.float32, device), packed).isfinite().all()
+            )
             advance_positions([packed])
     assert packed.scales.isfinite().all()
 
@@ -279,7 +281,7 @@ def test_float16_codes_meet_all_bits_of_C(device):
 def test_every_tiling_gives_the_same_and_so_every_order_of_folds_and_readings(device, config, window):
     """Four tokens around the first time that the window is full: each of the four heads folds at one.
 
-    Folds stand first, or one before every reading or every two: with more than two formats all would be first.
+    Folds stand first, or one before each reading or each two; with more than two formats all would be first.
     """
     heads = ("int4", "fp16", "fp16", "int4")
     layer = Layer(heads, window=window, batch=1, headdim=8, d_state=32, norm="norm_first")
