@@ -167,7 +167,8 @@ def test_a_preparation_of_another_layer_is_refused(device):
     normed = whole(2, 24, seed=1)._replace(scaled=torch.zeros(2, 24, device=device))
     for other, message in [
         (Layer(("int8",) * 3), "d_ssm: expected 24, as the state's, got 16"),
-        (Layer(("int8",) * 2, d_state=17), "out: expected shape"),
+        (Layer(("int8",) * 2, d_state=17), "conv_state: expected 50 channels, of x, B and C, got 48"),
+        (Layer(("int8",), headdim=16), "out: expected shape"),
         (Layer(("int8",) * 2, batch=1), "packed: expected at least 2 slots, got 1"),
     ]:
         given = Preparation(other.state(torch.float32, device), **other.parameters(device))

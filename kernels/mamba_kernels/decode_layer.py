@@ -121,7 +121,7 @@ def in_proj_step(
         state_batch_indices=state_batch_indices,
     )  # fmt: skip
     if prepare is not None:
-        check_preparation(prepare, out, d_ssm, state_batch_indices)
+        check_preparation(prepare, out, d_ssm, conv_dim, state_batch_indices)
     if backend_for(out.device) == "triton":
         from mamba_kernels.decode_conv_triton import Convolution, launch_convolve
         from mamba_kernels.decode_linear_triton import launch_linear

@@ -227,13 +227,15 @@ def _stored_heads(packed: PackedState, slots: torch.Tensor, heads: torch.Tensor)
 
 
 def check_preparation(
-    given: Preparation, zxbcdt: torch.Tensor, d_ssm: int, slots: torch.Tensor | None
+    given: Preparation, zxbcdt: torch.Tensor, d_ssm: int, conv_dim: int, slots: torch.Tensor | None
 ) -> None:
-    """Raise unless the step of zxbcdt, whose x begins at d_ssm, can be prepared."""
+    """Raise unless the step of zxbcdt, whose x begins at d_ssm, can be prepared behind its convolution."""
     packed, dt_bias, A_log, _ = given
     nheads, (ngroups, d_state) = len(packed.format.heads), packed.B.shape[2:]
     check(d_ssm == nheads * packed.headdim, "d_ssm", f"{nheads * packed.headdim}, as the state's", d_ssm)
-    check_shape("out", zxbcdt, (zxbcdt.shape[0], 2 * d_ssm + 2 * ngroups * d_state + nheads))
+    channels = d_ssm + 2 * ngroups * d_state
+    check(conv_dim == channels, "conv_state", f"{channels} channels, of x, B and C", conv_dim)
+    check_shape("out", zxbcdt, (zxbcdt.shape[0], d_ssm + channels + nheads))
     check_shape("dt_bias", dt_bias, (nheads,))
     check_shape("A_log", A_log, (nheads,))
     check_slots(slots, zxbcdt.shape[0], "packed", packed.codes)
