@@ -148,7 +148,7 @@ def compare(job: tuple[Shape, tuple[str, ...], int, Config]) -> str | None:
 def launched_config(run: Run, batch: int) -> dict[str, int]:
     from mamba_kernels.packed_ssm_step_triton import config_for
 
-    return config_for(batch, run.layers[0].format, run.shape.headdim, run.shape.d_state)
+    return config_for(batch, run.layers[0])
 
 
 def microseconds(run: Run, config: Config) -> float:

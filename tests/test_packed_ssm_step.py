@@ -314,7 +314,7 @@ def test_the_tiling_of_a_large_batch_fits_rows_of_every_size(device, headdim, d_
     layer = Layer((dtype,), window=2, headdim=headdim, d_state=d_state)
     packed = layer.state(torch.float32, device)
     row, reference = layer.row(0, torch.float32, device), packed.map(torch.clone)
-    config = config_for(1000, packed.format, headdim, d_state)
+    config = config_for(1000, layer.state(torch.bfloat16, device))
     with use_backend("triton"):
         found = layer.step(packed_ssm_step, row, packed, config=config)
     expected = layer.step(packed_ssm_step_ref, row, reference)

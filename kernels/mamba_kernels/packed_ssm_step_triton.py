@@ -17,7 +17,7 @@ from mamba_kernels.packed_output_triton import finish, load_gate
 from mamba_kernels.packed_prepare_triton import common_of, launch_prepare, multiplied_as_loaded
 from mamba_kernels.packed_read_triton import load_codes, multiply
 from mamba_kernels.packed_ssm_step import Preparation
-from mamba_kernels.packed_state import LayerFormat, PackedState, head_table
+from mamba_kernels.packed_state import PackedState, head_table
 from mamba_kernels.packed_window_triton import load_scale
 from mamba_kernels.state_codes import first_key
 from mamba_kernels.state_codes_triton import is_among, per_word, rounding_key
@@ -214,19 +214,23 @@ def _advance_rows(
     tl.store(past_x_ptr + now * D_SSM + p, x, mask=p_in)
 
 
-def config_for(batch: int, format: LayerFormat, headdim: int, d_state: int) -> dict[str, int]:
+def config_for(batch: int, packed: PackedState) -> dict[str, int]:
     """Block sizes of programs of one warp, which waits for no other: 8192 codes of 8 bits are read, and 2048
-    numbers folded.
+    numbers folded; beside bfloat16, whose products alone are the tensor cores', no more than fit the
+    registers: 1024 numbers of 8 rows.
 
     A small batch is cut finer, as the time is then that of one program: below 1000 programs, some seven for
     each SM of an H200.
     """
-    block_n = max(8, triton.next_power_of_2(d_state))
-    rows = max(4, min(8192 // block_n, triton.next_power_of_2(headdim)))
-    while rows > 16 and batch * len(format.heads) * triton.cdiv(headdim, rows) < 1000:
+    block_n = max(8, triton.next_power_of_2(packed.d_state))
+    rows = max(4, min(8192 // block_n, triton.next_power_of_2(packed.headdim)))
+    while rows > 16 and batch * len(packed.format.heads) * triton.cdiv(packed.headdim, rows) < 1000:
         rows //= 2
-    fold = min(rows, max(4, 2048 // block_n))
-    return {"BLOCK_P": rows, "FOLD_P": fold, "num_warps": 1, "num_stages": 1, "maxnreg": 128}
+    if packed.x.dtype == torch.bfloat16:
+        fold = max(4, 2048 // block_n)
+    else:
+        fold = max(4, min(8, 1024 // block_n))
+    return {"BLOCK_P": rows, "FOLD_P": min(rows, fold), "num_warps": 1, "num_stages": 1, "maxnreg": 128}
 
 
 def launch_packed_ssm_step(
@@ -251,7 +255,7 @@ def launch_packed_ssm_step(
     """Advance the state of every row of zxbcdt; return how many parts of squares a row has."""
     format, headdim, d_state = packed.format, packed.headdim, packed.d_state
     batch, nheads = zxbcdt.shape[0], len(format.heads)
-    config = config or config_for(batch, format, headdim, d_state)
+    config = config or config_for(batch, packed)
     parts = triton.cdiv(headdim, config["FOLD_P"])
     folds = batch * triton.cdiv(nheads, format.window) * parts
     reads = batch * nheads * triton.cdiv(headdim, config["BLOCK_P"]) if format.window > 1 else 0
