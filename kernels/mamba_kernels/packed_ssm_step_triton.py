@@ -216,8 +216,8 @@ def _advance_rows(
 
 def config_for(batch: int, packed: PackedState) -> dict[str, int]:
     """Block sizes of programs of one warp, which waits for no other: 8192 codes of 8 bits are read, and 2048
-    numbers folded; beside bfloat16, whose products alone are the tensor cores', no more than fit the
-    registers: 1024 numbers of 8 rows.
+    numbers folded. Of other inputs than bfloat16, whose products alone are the tensor cores', no more are
+    folded than fit the registers: 1024 numbers, of up to 8 rows.
 
     A small batch is cut finer, as the time is then that of one program: below 1000 programs, some seven for
     each SM of an H200.
