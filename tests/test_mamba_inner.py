@@ -84,6 +84,12 @@ def run(function, inputs, **options):
     return {"out": out.detach(), **grads}
 
 
+def run_in_torch(inputs):
+    """What torch makes of the inputs, on their device and in their dtype."""
+    with use_backend("torch"):
+        return run(mamba_inner_ref, inputs)
+
+
 CASES = [
     pytest.param({}, id="plain"),
     pytest.param({"width": 2, "biases": True}, id="biases"),
@@ -141,7 +147,7 @@ def test_a_dt_norm_of_dim_weights_comes_after_the_projection():
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_are_the_references(case, checkpoint_lvl):
     inputs = make_inputs(dtype=torch.float64, **case)
-    expected = run(mamba_inner_ref, inputs)
+    expected = run_in_torch(inputs)
     found = run(mamba_inner_fn, inputs, checkpoint_lvl=checkpoint_lvl)
     assert found.keys() == expected.keys()
     for name in expected:
@@ -172,8 +178,8 @@ def test_gradients_are_the_derivatives():
 @pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[8]])
 def test_kernels_are_as_good_as_torch(case, device):
     inputs = make_inputs(device, batch=1, seqlen=6, **case)
-    exact = run(mamba_inner_ref, to_float64(inputs))
-    torch_results = run(mamba_inner_ref, inputs)
+    exact = run_in_torch(to_float64(inputs))
+    torch_results = run_in_torch(inputs)
     with use_backend("triton"):
         found = run(mamba_inner_fn, inputs)
     for name in found:
@@ -211,7 +217,11 @@ def test_the_whole_rounds_as_its_parts_do_one_after_another(variable, is_complex
             projected = [t.view(batch, seqlen, -1).transpose(1, 2) for t in projected]
         B, C = (t.contiguous() for t in (projected or fixed))
         y = selective_scan_fn(x, delta, A, B, C, D, z=z, delta_bias=bias, delta_softplus=True)
+        reference = mamba_inner_ref(
+            xz, conv_weight, conv_bias, x_proj, delta_proj, out_proj, None, A, *fixed, D, delta_bias=bias
+        )
     assert torch.equal(whole, F.linear(y.transpose(1, 2), out_proj))
+    assert torch.equal(whole, reference)
 
 
 @pytest.mark.gpu
@@ -221,8 +231,8 @@ def test_kernels_are_as_good_as_torch_in_half_precision(dtype, checkpoint_lvl):
     inputs = make_inputs(
         "cuda", dim=128, d_state=16, dt_rank=8, d_model=64, seqlen=300, dtype=dtype, biases=True
     )
-    exact = run(mamba_inner_ref, to_float64(inputs))
-    torch_results = run(mamba_inner_ref, inputs)
+    exact = run_in_torch(to_float64(inputs))
+    torch_results = run_in_torch(inputs)
     for name, found in run(mamba_inner_fn, inputs, checkpoint_lvl=checkpoint_lvl).items():
         assert exact[name].abs().max() < torch.finfo(dtype).max, name
         assert_close_as_reference(found, exact[name], torch_results[name])
@@ -261,7 +271,7 @@ def test_autocast_multiplies_in_half_and_gives_gradients_in_the_weights_dtype(ch
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = run(mamba_inner_fn, inputs, checkpoint_lvl=checkpoint_lvl)
     assert found["out"].dtype == torch.bfloat16
-    expected = run(mamba_inner_ref, inputs)
+    expected = run_in_torch(inputs)
     for name in expected:
         if name != "out":
             assert found[name].dtype == torch.float32

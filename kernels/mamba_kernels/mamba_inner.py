@@ -8,7 +8,6 @@ mamba_ssm. The RMS norms of dt, B and C are those of Jamba (https://arxiv.org/ab
 and FalconMamba (https://arxiv.org/abs/2410.05355).
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +15,14 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mamba_kernels.backend import backend_for, use_backend
-from mamba_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_ref
+from mamba_kernels.causal_conv1d import causal_conv1d_fn
 from mamba_kernels.checks import check, check_device, check_rank, check_shape
 from mamba_kernels.selective_scan import (
     ScanInputs,
     checked,
     scan_backward,
     scan_forward,
-    selective_scan_ref,
+    selective_scan_fn,
 )
 
 
@@ -117,7 +116,7 @@ def mamba_inner_fn(
     with use_backend(_backend(xz)):
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             return _MambaInner.apply(options, out_proj_weight, out_proj_bias, *tensors)
-        out, _, _ = scan_forward(_scan_inputs(tensors, options, causal_conv1d_fn), save_starts=False)
+        out, _, _ = scan_forward(_scan_inputs(tensors, options), save_starts=False)
     return _out_proj(out, out_proj_weight, out_proj_bias)
 
 
@@ -147,16 +146,20 @@ def mamba_inner_ref(
     deltaA: torch.Tensor | None = None,
     discretization: str = "mamba",
 ) -> torch.Tensor:
-    """mamba_inner_fn from the references of its parts; checkpoint_lvl has no meaning here."""
+    """mamba_inner_fn from its parts one after another, as mamba_ssm has it; checkpoint_lvl has no meaning.
+
+    The parts are those of the backend, so that the result is mamba_inner_fn's to the last bit; in float64,
+    and on the torch backend, they are their references.
+    """
     tensors = _Tensors(
         xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C, D, delta_bias,
         B_proj_bias, C_proj_bias, b_rms_weight, c_rms_weight, dt_rms_weight, deltaA,
     )  # fmt: skip
     options = _Options(delta_softplus, discretization, checkpoint_lvl, b_c_dt_rms_eps, b_c_dt_rms)
     _check_arguments(tensors, options, out_proj_weight, out_proj_bias)
-    inputs = _scan_inputs(tensors, options, causal_conv1d_ref)
-    out = selective_scan_ref(**inputs._asdict())
-    return F.linear(out.transpose(1, 2), out_proj_weight, out_proj_bias)
+    with use_backend(_backend(xz)):
+        out = selective_scan_fn(**_scan_inputs(tensors, options)._asdict())
+        return _out_proj(out, out_proj_weight, out_proj_bias)
 
 
 class _MambaInner(torch.autograd.Function):
@@ -186,7 +189,7 @@ class _MambaInner(torch.autograd.Function):
             ctx.graph = _graph(tensors, ctx.needs_input_grad[3:], options)
             inputs = ctx.graph[1]
         else:
-            inputs = _scan_inputs(_Tensors(*tensors), options, causal_conv1d_fn)
+            inputs = _scan_inputs(_Tensors(*tensors), options)
         out, _, starts = scan_forward(inputs, save_starts=True)
         ctx.save_for_backward(out_proj_weight, out_proj_bias, starts, *tensors)
         return _out_proj(out, out_proj_weight, out_proj_bias)
@@ -226,17 +229,17 @@ def _graph(
         for t, want in zip(tensors, needed, strict=True)
     ]
     with torch.enable_grad():
-        return leaves, _scan_inputs(_Tensors(*leaves), options, causal_conv1d_fn)
+        return leaves, _scan_inputs(_Tensors(*leaves), options)
 
 
-def _scan_inputs(tensors: _Tensors, options: _Options, conv1d: Callable[..., torch.Tensor]) -> ScanInputs:
+def _scan_inputs(tensors: _Tensors, options: _Options) -> ScanInputs:
     """Go from xz to the scan, by the products that mamba_ssm takes, in their shapes and order.
 
     So the whole rounds as its parts do one after another: where numbers are large, a product in another shape
     is as exact, but what a scan makes of the difference would be seen.
     """
     x, z = tensors.xz.chunk(2, dim=1)
-    x = conv1d(x, tensors.conv1d_weight.squeeze(1), tensors.conv1d_bias, activation="silu")
+    x = causal_conv1d_fn(x, tensors.conv1d_weight.squeeze(1), tensors.conv1d_bias, activation="silu")
     tokens = F.linear(x.transpose(1, 2).flatten(0, 1), tensors.x_proj_weight)
     rows = tokens.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
     dt, *projected = rows.split(_rows(tensors), dim=1)
