@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from mamba_cli.errors import Mamba2Error
 
 
 def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
-    """Refuse a destination that would touch the source, or something else that is to stay."""
+    """Refuse a destination that cannot be written, or would touch the source, or what else is to stay."""
     target, origin = destination.resolve(), source.resolve()
     if target == origin:
         raise Mamba2Error(f"{destination}: expected a new folder, got the source itself")
@@ -19,6 +20,12 @@ def check_destination(destination: Path, source: Path, overwrite: bool) -> None:
     for what, place in (("source", origin), ("current folder", Path.cwd()), ("home folder", Path.home())):
         if place.is_relative_to(target):
             raise Mamba2Error(f"{destination}: expected a new folder, got one that holds the {what}")
+    nearest = next(folder for folder in target.parents if folder.exists())
+    try:  # what permissions say of a folder is not all that decides
+        Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=nearest)).rmdir()
+    except OSError as error:
+        reason = f"{nearest}: {error.strerror or error}"
+        raise Mamba2Error(f"{destination}: expected a place to write, got: {reason}") from error
     if not target.exists():
         return
     if not target.is_dir():

@@ -13,6 +13,7 @@ from mamba_cli.checkpoint import open_checkpoint
 from mamba_cli.convert import convert
 from mamba_cli.errors import Mamba2Error
 from mamba_cli.load import load_model
+from mamba_cli.publish import check_destination
 from mamba_cli.quantize import saved
 from mamba_cli.quantize.saved import check_can_carry, find_section, read_saved, write_quantized
 from mamba_cli.quantize.section import write_section
@@ -232,6 +233,15 @@ def test_the_destination_is_refused_before_anything_is_written(tmp_path):
         quantize(source, source)
     quantize(source, tmp_path / "out", overwrite=True)
     assert not (tmp_path / "out" / "mine").exists()
+
+
+def test_a_place_that_nothing_can_be_written_in_is_refused_and_a_new_one_is_left_as_it_was(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(Mamba2Error, match=r"out: expected a place to write, got: .*file: Not a directory"):
+        check_destination(tmp_path / "file" / "out", save(tmp_path), False)
+    check_destination(tmp_path / "new" / "out", tmp_path / "source", False)
+    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_single_file_cannot_carry_a_format(tmp_path):
