@@ -133,9 +133,11 @@ def _packed_ssm_step_kernel(
 def rows_of(kind, rows, fold):
     """How many rows of format `kind` are read at once, where `rows` are of 8 bits a number or fewer.
 
-    No fewer than are folded: a sum of squares has a part for so many rows.
+    No fewer than are folded: a sum of squares has a part for so many rows. Nor than a product on the tensor
+    cores takes, which fp32 does not use.
     """
-    return min(rows, max(16, fold, rows * per_word(kind) // 4))
+    least = fold if kind == 0 else max(16, fold)
+    return min(rows, max(least, rows * per_word(kind) // 4))
 
 
 @triton.jit
