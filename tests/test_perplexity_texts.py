@@ -112,7 +112,9 @@ def test_what_is_neither_name_nor_file_nor_data_set_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     "name", ["missing.txt", "book.md", "missing/file.txt", "a/b/c", "./x", "../x", "~/x", "/x/y"]
 )
-def test_what_looks_like_a_file_is_said_to_be_none(name):
+def test_what_looks_like_a_file_is_said_to_be_none(name, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # beside files of whoever runs this some would be there
     with pytest.raises(Mamba2Error) as error:
         read_text(name)
     assert error.value.message == f"text: expected a file, got {name}: no such file"

@@ -307,7 +307,10 @@ def test_wrong_usage_is_told_in_one_line(run, arguments, message):
         (("--recipe", "nowhere.json"), "nowhere.json: expected a recipe in JSON, got no such file"),
         (("--plot", "picture.txt"), "plot: expected a file name in .png or .svg"),
         (("--calibrate", "nowhere.txt"), "text: expected"),
-        (("--state-dtype", "int8", "-o", "/proc/nothing/here"), "/proc/nothing/here: expected to write it"),
+        (
+            ("--state-dtype", "int8", "-o", "/proc/nothing/here"),
+            "/proc/nothing/here: expected a place to write",
+        ),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(run, arguments, message):
