@@ -33,9 +33,8 @@ MOST_CANDIDATES = 512
 
 
 @triton.jit
-def _finish(token, row, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr):
-    """Put the choice where it belongs and count it."""
-    turn = tl.load(turn_ptr + row)
+def _finish(token, row, turn, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr):
+    """Put the choice where it belongs and count it: `turn` was loaded before the threads last met."""
     tl.store(token_ptr + row, token.to(tl.int64))
     tl.store(turn_ptr + row, turn + 1)
     if history_ptr is not None:
@@ -54,6 +53,7 @@ def _greedy_kernel(
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
+    turn = tl.load(turn_ptr + row)
     logits_ptr += row.to(tl.int64) * stride * UNIT
     columns *= UNIT
     if penalised_ptr is not None:
@@ -74,7 +74,7 @@ def _greedy_kernel(
     order = tl.where(best == best, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), 0x7FFFFFFF)
     top = tl.max((order.to(tl.int64) << 32) | ((best_block + lane) ^ NONE).to(tl.int64), axis=0)
     token = (top & 0xFFFFFFFF).to(tl.int32) ^ NONE
-    _finish(token, row, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr)
+    _finish(token, row, turn, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr)
 
 
 @triton.jit
@@ -137,6 +137,7 @@ def _sample_kernel(
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
+    turn = tl.load(turn_ptr + row)
     logits_ptr += row.to(tl.int64) * stride * UNIT
     columns *= UNIT
     if penalised_ptr is not None:
@@ -150,7 +151,7 @@ def _sample_kernel(
             x = prepare(blocks[i], penalised_ptr, start, columns, vocab_size, penalty, BLOCK)
             best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
     largest = tl.max(tl.where(best == best, best, float("inf")), axis=0)
-    uniform = tl.load(uniform_ptr + tl.load(turn_ptr + row) * batch + row)
+    uniform = tl.load(uniform_ptr + turn * batch + row)
 
     token = 0
     if (largest > float("-inf")) & (largest < float("inf")):
@@ -214,7 +215,7 @@ def _sample_kernel(
                 logits_ptr, penalised_ptr, columns, vocab_size, penalty, largest, scale, reach,
                 uniform, top_k, top_p, min_p, HAS_TOP_K, HAS_TOP_P, BLOCK, UNROLL // 2,
             )  # fmt: skip
-    _finish(token, row, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr)
+    _finish(token, row, turn, batch, columns, token_ptr, turn_ptr, history_ptr, slots, seen_ptr)
 
 
 def config_for(logits: torch.Tensor) -> dict[str, int]:
