@@ -76,7 +76,9 @@ def _decay_gradient_kernel(
     dvalue = tl.where(valid & passed, dstep + drate * rate, 0.0)
     if SOFTPLUS:
         dvalue *= tl.where(value > 20.0, 1.0, tl.sigmoid(value))
-    tl.store(ddt_bias + sums, tl.sum(dvalue, axis=1), mask=head < nheads)
+    # Of a bare product each lane would fuse its own into the first addition, so that the lanes of a row, and
+    # the two warps that may hold it, would not agree on the last bit of its sum.
+    tl.store(ddt_bias + sums, tl.sum(tl.where(valid, dvalue, 0.0), axis=1), mask=head < nheads)
     ptrs = ddt + batch * stride_ddt_b + (start + token) * stride_ddt_l + head[:, None] * stride_ddt_h
     tl.store(ptrs, dvalue.to(ddt.dtype.element_ty), mask=valid)
 
