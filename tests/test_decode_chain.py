@@ -208,3 +208,10 @@ def test_padding_rows_change_no_state_and_give_zero(device, backend):
         assert torch.equal(state[:2], old[:2])
         assert not torch.equal(state[2], old[2])
     assert (normalise(normed)[0] == 0).all() and (normalise(normed)[1] != 0).any()
+
+
+def test_no_program_of_the_residual_has_more_threads_than_columns():
+    # Where two warps hold a column, one may read it again after the other has updated it.
+    from mamba_kernels.decode_norm_triton import residual_warps
+
+    assert all(32 * residual_warps(block) <= max(32, block) for block in (1, 16, 32, 64, 128, 4096, 8192))

@@ -205,6 +205,11 @@ def launch_embed(
     return tiles
 
 
+def residual_warps(block: int) -> int:
+    """No more threads than columns: what two hold, one would read while the other updates it in place."""
+    return min(4 if block <= 2048 else 8, max(1, block // 32))
+
+
 def launch_residual(
     normed: Normed,
     product: torch.Tensor,
@@ -224,7 +229,7 @@ def launch_residual(
             product, squares, bias, residual, norm_weight, out,
             width, 1 if squares is None else squares.shape[-1], scaled.shape[1], eps_in, eps,
             product.stride(0), 0 if squares is None else squares.stride(0), residual.stride(0), out.stride(0),
-            BLOCK_N=block, BLOCK_PARTS=256, num_warps=4 if block <= 2048 else 8,
+            BLOCK_N=block, BLOCK_PARTS=256, num_warps=residual_warps(block),
             **late_start(pdl, residual),
         )  # fmt: skip
 
