@@ -221,7 +221,8 @@ def state_update(dtype: torch.dtype) -> float:
     state = random(256, 80, 64, 128, dtype=dtype)
     x, z = random(256, 80, 64), random(256, 80, 64)
     dt = random(256, 80)[..., None].expand(256, 80, 64)
-    A = -torch.rand(80, device="cuda")[:, None, None].expand(80, 64, 128)
+    # One number a head, as Mamba-2 has it: negated behind `expand` it would be a whole matrix.
+    A = (-torch.rand(80, device="cuda"))[:, None, None].expand(80, 64, 128)
     D, bias = (torch.rand(80, device="cuda")[:, None].expand(80, 64) for _ in range(2))
     B, C = random(256, 1, 128), random(256, 1, 128)
     with use_backend("triton"):
