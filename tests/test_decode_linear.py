@@ -20,7 +20,9 @@ from mamba_kernels.decode_layer import in_proj_step, lm_head_step, out_proj_step
 from mamba_kernels.decode_norm import NormBuffers, normalise
 
 VECTOR = {"BLOCK_M": 2, "BLOCK_N": 8, "BLOCK_K": 32, "PREFETCH": 2, "num_warps": 1}
-TENSOR = {"BLOCK_M": 16, "BLOCK_N": 16, "SLICES": 2, "PREFETCH": 3, "AHEAD": 2, "num_warps": 2}
+TENSOR = {
+    "BLOCK_M": 16, "TILES_M": 2, "BLOCK_N": 16, "SLICES": 2, "PREFETCH": 3, "AHEAD": 2, "num_warps": 2,
+}  # fmt: skip
 VECTOR_CONFIGS = [pytest.param(None, id="default"), pytest.param(VECTOR, id="vector")]
 CONFIGS = [*VECTOR_CONFIGS, pytest.param(TENSOR, id="tensor")]
 
@@ -63,6 +65,26 @@ def test_in_proj_with_convolution(device, nan_filled_empty, shape, biases, slots
         conv_bias=randn(shape.conv_dim, seed=7) if biases else None,
         d_ssm=shape.d_ssm,
         state_batch_indices=None if slots is None else torch.tensor(slots, dtype=torch.int32),
+    )
+    make_out = rows_out(shape.batch, shape.rows)
+    check_triton(in_proj_step, args, ["conv_state"], dtype, device, make_out, config=config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES])
+def test_a_program_of_two_tiles_of_rows_and_a_last_one_past_the_batch(device, nan_filled_empty, dtype):
+    from mamba_kernels.decode_matmul_triton import config_for
+
+    shape = Shape(batch=33, nheads=139, d_state=4)
+    config = config_for(shape.batch, shape.rows, shape.d_model, dtype)
+    assert config["TILES_M"] == 2
+    args = dict(
+        normed=random_normed(shape.batch, shape.d_model, 1, seed=1),
+        weight=randn(shape.rows, shape.d_model, seed=3) / shape.d_model**0.5,
+        bias=randn(shape.rows, seed=4),
+        conv_state=randn(shape.batch, shape.conv_dim, shape.d_conv, seed=5),
+        conv_weight=randn(shape.conv_dim, shape.d_conv, seed=6),
+        conv_bias=randn(shape.conv_dim, seed=7),
+        d_ssm=shape.d_ssm,
     )
     make_out = rows_out(shape.batch, shape.rows)
     check_triton(in_proj_step, args, ["conv_state"], dtype, device, make_out, config=config)

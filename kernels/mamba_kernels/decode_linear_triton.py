@@ -75,7 +75,7 @@ def launch_linear(
     }  # fmt: skip
     with torch.cuda.device_of(scaled):
         if matmul:
-            kernels.matmul_kernel[(tiles * triton.cdiv(batch, config["BLOCK_M"]),)](
+            kernels.matmul_kernel[(tiles * triton.cdiv(batch, config["BLOCK_M"] * config["TILES_M"]),)](
                 *tensors, *scalars, **options, **config,
                 # Several groups have several scales; a wider type may hold what the weight's cannot.
                 SCALE_FIRST=groups > 1 or (groups == 1 and scaled.dtype.itemsize > weight.dtype.itemsize),

@@ -18,6 +18,8 @@ from mamba_kernels.decode_norm_triton import start_next, wait_for_previous
 
 # Elements of K of a warp in a block: 4 lanes load 8 each, 16 bytes.
 SLICE = 32
+# Of an H200.
+PROCESSORS = 132
 
 
 @triton.jit
@@ -79,6 +81,29 @@ def _add_product(
     return tl.dot(w, x, sums, input_precision="ieee")
 
 
+@triton.jit
+def _load_rows(
+    scaled_ptr, stride_scaled, squares_ptr, stride_squares, residual_ptr, stride_residual,
+    first, batch, n, n_in, parts,
+    K: tl.constexpr, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr,
+    SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_PARTS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """What a tile of rows from `first` on needs of the kernel before: where its rows begin, the first AHEAD
+    blocks of them, partial sums of squares (BLOCK_M, BLOCK_PARTS) of each group of the norm, the residual."""
+    m = first + tl.arange(0, BLOCK_M)
+    m_in = m < batch
+    squares = ()
+    part = tl.arange(0, BLOCK_PARTS)
+    for group in tl.static_range(GROUPS):
+        ptrs = squares_ptr + m.to(tl.int64)[:, None] * stride_squares + (group * parts + part)[None, :]
+        squares += (tl.load(ptrs, mask=m_in[:, None] & (part < parts)[None, :], other=0.0, volatile=True),)
+    rows = _start_of_tile(scaled_ptr, stride_scaled, first, batch, BLOCK_M, SLICES, SLICE)
+    blocks = ()
+    for step in tl.static_range(AHEAD):
+        blocks += (_load_block(rows, step, True, K, SLICES, SLICE),)
+    return rows, blocks, squares, load_residual(residual_ptr, m, m_in, n, n_in, stride_residual, EPILOGUE)
+
+
 @triton.jit(do_not_specialize=["batch"])
 def matmul_kernel(
     scaled_ptr, squares_ptr, weight_ptr, bias_ptr, out_ptr,
@@ -89,75 +114,87 @@ def matmul_kernel(
     stride_residual, stride_next_scaled, stride_next_squares,
     K: tl.constexpr, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr, D_CONV: tl.constexpr,
     SCALE_FIRST: tl.constexpr, INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, PREFETCH: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILES_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+    SLICE: tl.constexpr, BLOCK_PARTS: tl.constexpr, PREFETCH: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of BLOCK_N outputs) * (tiles of the batch) + (tile of BLOCK_M rows of it), all of K.
+    """Program (tile of BLOCK_N outputs) * (shares of the batch) + (share), all of K; a share is TILES_M
+    tiles of BLOCK_M rows, one after the other.
 
     SLICES: at least 2, as many as warps. The first PREFETCH blocks of the weight wait in registers for the
-    kernel before; of the rows a group of AHEAD blocks, not more than PREFETCH, is on its way at a time.
-    SCALE_FIRST: rows are normalised before they are multiplied, not after.
+    kernel before; of the rows a group of AHEAD blocks, not more than PREFETCH, is on its way at a time. All
+    of the weight stays in registers from tile to tile. SCALE_FIRST: rows are normalised before they are
+    multiplied, not after.
     """
     start_next(PDL)
-    tiles_m = tl.cdiv(batch, BLOCK_M)
-    tile = tl.program_id(0) // tiles_m
+    shares = tl.cdiv(batch, BLOCK_M * TILES_M)
+    tile = tl.program_id(0) // shares
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n_in = n < out_features
-    first = tl.program_id(0) % tiles_m * BLOCK_M
-    m = first + tl.arange(0, BLOCK_M)
-    m_in = m < batch
+    begin_m = tl.program_id(0) % shares * (BLOCK_M * TILES_M)
     STEPS: tl.constexpr = (K + SLICES * SLICE - 1) // (SLICES * SLICE)
     start = _start_of_tile(weight_ptr, K, tile * BLOCK_N, out_features, BLOCK_N, SLICES, SLICE)
     weights = ()
     for step in tl.static_range(PREFETCH):
         weights += (_load_block(start, step, False, K, SLICES, SLICE),)
-    early = load_early(
-        bias_ptr, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr, norm_weight_ptr,
-        m, m_in, n, n_in, conv_begin, conv_end, stride_slot, stride_channel, stride_tap, D_CONV, EPILOGUE,
-    )  # fmt: skip
+    early = ()
+    for tile_m in tl.static_range(TILES_M):
+        m = begin_m + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        early += (
+            load_early(
+                bias_ptr, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, slots_ptr, norm_weight_ptr,
+                m, m < batch, n, n_in, conv_begin, conv_end, stride_slot, stride_channel, stride_tap,
+                D_CONV, EPILOGUE,
+            ),
+        )  # fmt: skip
 
     wait_for_previous(PDL)
-    squares = ()
-    part = tl.arange(0, BLOCK_PARTS)
-    for group in tl.static_range(GROUPS):
-        ptrs = squares_ptr + m.to(tl.int64)[:, None] * stride_squares + (group * parts + part)[None, :]
-        squares += (tl.load(ptrs, mask=m_in[:, None] & (part < parts)[None, :], other=0.0, volatile=True),)
-    rows = _start_of_tile(scaled_ptr, stride_scaled, first, batch, BLOCK_M, SLICES, SLICE)
-    blocks = ()
-    for step in tl.static_range(AHEAD):
-        blocks += (_load_block(rows, step, True, K, SLICES, SLICE),)
-    residual = load_residual(residual_ptr, m, m_in, n, n_in, stride_residual, EPILOGUE)
-    scales = ()
-    if SCALE_FIRST:
-        for group in tl.static_range(GROUPS):
-            scales += (tl.rsqrt(tl.sum(squares[group], axis=1) / (K // GROUPS) + eps),)
-
-    # A group is multiplied from its last block on. As the loads keep their order, the first product then
-    # has all of them under way; the compiler would set each load behind the products of the one before.
-    sums = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
-    for begin in tl.static_range(0, STEPS, AHEAD):
-        if begin > 0:
-            blocks = ()
-            for step in tl.static_range(begin, min(begin + AHEAD, STEPS)):
-                blocks += (_load_block(rows, step, True, K, SLICES, SLICE),)
-        for step in tl.static_range(begin + PREFETCH, min(begin + AHEAD + PREFETCH, STEPS)):
-            weights += (_load_block(start, step, False, K, SLICES, SLICE),)
-        for step in tl.static_range(min(begin + AHEAD, STEPS) - 1, begin - 1, -1):
-            sums = _add_product(
-                sums, weights[step], blocks[step - begin], step, rows, scales,
-                K, GROUPS, SCALE_FIRST, BLOCK_M, BLOCK_N, SLICES, SLICE, INTERPRET,
-            )  # fmt: skip
-    # Split off as the last axis, the halves come to lie in one lane each, and so does what is left of K.
-    halves = tl.reshape(sums, (2, SLICES // 2, BLOCK_N, BLOCK_M)).permute(1, 3, 2, 0)
-    low, high = tl.split(halves)
-    y = tl.sum(low + high, axis=0)
-    if GROUPS == 1 and not SCALE_FIRST:
-        y *= tl.rsqrt(tl.sum(squares[0], axis=1) / K + eps)[:, None]
-    finish(
-        y, early, residual, out_ptr, stride_out, residual_ptr, stride_residual, m, m_in, n, n_in, tile,
-        next_scaled_ptr, stride_next_scaled, next_squares_ptr, stride_next_squares, stride_tap,
-        D_CONV, EPILOGUE,
+    loaded = _load_rows(
+        scaled_ptr, stride_scaled, squares_ptr, stride_squares, residual_ptr, stride_residual,
+        begin_m, batch, n, n_in, parts,
+        K, GROUPS, EPILOGUE, BLOCK_M, SLICES, SLICE, BLOCK_PARTS, AHEAD,
     )  # fmt: skip
+    for tile_m in tl.static_range(TILES_M):
+        rows, blocks, squares, residual = loaded
+        if tile_m + 1 < TILES_M:  # on its way while this one is multiplied
+            loaded = _load_rows(
+                scaled_ptr, stride_scaled, squares_ptr, stride_squares, residual_ptr, stride_residual,
+                begin_m + (tile_m + 1) * BLOCK_M, batch, n, n_in, parts,
+                K, GROUPS, EPILOGUE, BLOCK_M, SLICES, SLICE, BLOCK_PARTS, AHEAD,
+            )  # fmt: skip
+        scales = ()
+        if SCALE_FIRST:
+            for group in tl.static_range(GROUPS):
+                scales += (tl.rsqrt(tl.sum(squares[group], axis=1) / (K // GROUPS) + eps),)
+        # A group is multiplied from its last block on. As the loads keep their order, the first product then
+        # has all of them under way; the compiler would set each load behind the products of the one before.
+        sums = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
+        for begin in tl.static_range(0, STEPS, AHEAD):
+            if begin > 0:
+                blocks = ()
+                for step in tl.static_range(begin, min(begin + AHEAD, STEPS)):
+                    blocks += (_load_block(rows, step, True, K, SLICES, SLICE),)
+            if tile_m == 0:
+                for step in tl.static_range(begin + PREFETCH, min(begin + AHEAD + PREFETCH, STEPS)):
+                    weights += (_load_block(start, step, False, K, SLICES, SLICE),)
+            for step in tl.static_range(min(begin + AHEAD, STEPS) - 1, begin - 1, -1):
+                sums = _add_product(
+                    sums, weights[step], blocks[step - begin], step, rows, scales,
+                    K, GROUPS, SCALE_FIRST, BLOCK_M, BLOCK_N, SLICES, SLICE, INTERPRET,
+                )  # fmt: skip
+        # Split off as the last axis, the halves come to lie in one lane each, and so does what is left of K.
+        halves = tl.reshape(sums, (2, SLICES // 2, BLOCK_N, BLOCK_M)).permute(1, 3, 2, 0)
+        low, high = tl.split(halves)
+        y = tl.sum(low + high, axis=0)
+        if GROUPS == 1 and not SCALE_FIRST:
+            y *= tl.rsqrt(tl.sum(squares[0], axis=1) / K + eps)[:, None]
+        m = begin_m + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        finish(
+            y, early[tile_m], residual, out_ptr, stride_out, residual_ptr, stride_residual,
+            m, m < batch, n, n_in, tile,
+            next_scaled_ptr, stride_next_scaled, next_squares_ptr, stride_next_squares, stride_tap,
+            D_CONV, EPILOGUE,
+        )  # fmt: skip
 
 
 def blocks_in_flight(
@@ -179,7 +216,12 @@ def blocks_in_flight(
 def config_for(batch: int, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
     """Block sizes of a projection of many rows: by far the fastest on an H200 at 16 to 128 rows.
 
-    Larger tiles read the rows fewer times, but leave no registers for what is loaded next.
+    Larger tiles read the rows fewer times, but leave no registers for what is loaded next. Where programs of
+    two tiles of rows are still enough to fill the device, they are; 4 warps then hold short rows of weights.
     """
-    in_flight = blocks_in_flight(16, 32, 8, in_features, dtype)
-    return {"BLOCK_M": 16, "BLOCK_N": 32, "SLICES": 8, **in_flight, "num_warps": 8}
+    tiles = 2 if triton.cdiv(out_features, 32) * triton.cdiv(batch, 32) >= PROCESSORS else 1
+    warps = 4 if tiles == 2 and in_features <= 1024 else 8
+    return {
+        "BLOCK_M": 16, "TILES_M": tiles, "BLOCK_N": 32, "SLICES": warps,
+        **blocks_in_flight(16, 32, warps, in_features, dtype), "num_warps": warps,
+    }  # fmt: skip
