@@ -191,20 +191,20 @@ def candidates(shape: Shape, batch: int, way: str, kernel: str) -> list[Config]:
         if way == "library":  # tried the other way already
             tiles = []
         elif batch == 1:
-            tiles = [(4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 8)]
+            tiles = [(2, 1), (4, 1), (8, 1), (8, 2), (16, 2), (16, 4)]
         return [{"BLOCK_P": rows, "num_warps": warps} for rows, warps in tiles if rows <= shape.headdim]
     width = shape.d_ssm if kernel == "out_proj" else shape.d_model
     if way == "vector":
         return vector_candidates(batch, kernel, width)
     if kernel == "lm_head" or (way == "library" and kernel == "out_proj"):
         return []
-    tiles = [(16, 32, 8), (16, 64, 8), (32, 32, 8), (32, 64, 8)]
+    tiles = [(16, 1, 32, 8), (16, 2, 32, 8), (16, 4, 32, 8), (16, 2, 32, 4), (16, 1, 64, 8), (32, 1, 32, 8)]
     if way == "tensor":
-        tiles += [(16, 16, 8), (16, 32, 4), (32, 16, 8), (32, 32, 4)]
+        tiles += [(16, 1, 16, 8), (16, 1, 32, 4), (32, 1, 32, 4)]
     return [
-        {"BLOCK_M": m, "BLOCK_N": n, "SLICES": warps, "num_warps": warps}
+        {"BLOCK_M": m, "TILES_M": repeats, "BLOCK_N": n, "SLICES": warps, "num_warps": warps}
         | blocks_in_flight(m, n, warps, width, torch.bfloat16)
-        for m, n, warps in tiles if m <= max(16, batch)
+        for m, repeats, n, warps in tiles if m * repeats <= max(16, batch)
     ]  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """The decode step's kernels beside its projections, each against the torch version."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -89,3 +91,12 @@ def test_a_16_bit_state_keeps_every_element_in_its_place(device, dtype):
     torch.testing.assert_close(
         out.scaled, (expected.flatten(1) * torch.sigmoid(torch.ones(()))).float(), rtol=1e-5, atol=1e-5
     )
+
+
+def test_no_program_of_the_recurrence_has_more_threads_than_elements():
+    # Where two warps hold an element, one may read it again after the other has updated it.
+    from mamba_kernels.decode_ssm_triton import config_for
+
+    for batch, headdim, d_state in itertools.product((1, 40, 200, 3000), (1, 2, 4, 64), (1, 4, 8, 16, 128)):
+        config = config_for(batch, 1, headdim, d_state)
+        assert config["num_warps"] == 1 or 32 * config["num_warps"] <= config["BLOCK_P"] * d_state

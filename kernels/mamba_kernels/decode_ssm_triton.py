@@ -101,12 +101,19 @@ def _ssm_step_kernel(
 def config_for(batch: int, nheads: int, headdim: int, d_state: int) -> dict[str, int]:
     """Block sizes: tiles of 2048 state elements, at least 4 rows and never more rows than a head has.
 
-    One warp a tile where there are enough of them to fill the device; else two, as the time is then that
-    of one warp's instructions.
+    One warp a tile where there are enough of them to fill the device; else two, as the time is then that of
+    one warp's instructions; tiles of a quarter where there would not be one for each processor of an H200.
+    What two warps share they do not hold twice: one would read what the other updates in place.
     """
-    rows = min(max(4, 2048 // triton.next_power_of_2(d_state)), triton.next_power_of_2(headdim))
-    tiles = batch * nheads * triton.cdiv(headdim, rows)
-    return {"BLOCK_P": rows, "num_warps": 1 if tiles > 2000 else 2}
+    block_n, most = triton.next_power_of_2(d_state), triton.next_power_of_2(headdim)
+
+    def tiles(rows: int) -> int:
+        return batch * nheads * triton.cdiv(headdim, rows)
+
+    rows = min(max(4, 2048 // block_n), most)
+    if tiles(rows) < 132:
+        return {"BLOCK_P": min(max(4, rows // 4), most), "num_warps": 1}
+    return {"BLOCK_P": rows, "num_warps": 1 if tiles(rows) > 2000 or rows * block_n < 64 else 2}
 
 
 def launch_ssm_step(
