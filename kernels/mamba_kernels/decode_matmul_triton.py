@@ -216,12 +216,12 @@ def blocks_in_flight(
 def config_for(batch: int, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
     """Block sizes of a projection of many rows: by far the fastest on an H200 at 16 to 128 rows.
 
-    Larger tiles read the rows fewer times, but leave no registers for what is loaded next. Programs of two
-    tiles of rows are faster where they still fill the device and their weights fit the registers: those of
-    8 warps, or of 4 where the rows are short.
+    Larger tiles read the rows fewer times, but leave no registers for what is loaded next. From 33 rows on,
+    programs of two tiles of rows are faster where they still fill the device and their weights fit the
+    registers: those of 8 warps, or of 4 where the rows are short.
     """
     programs = triton.cdiv(out_features, 32) * triton.cdiv(batch, 32)
-    tiles = 2 if programs >= PROCESSORS and in_features <= 1536 else 1
+    tiles = 2 if batch > 32 and programs >= PROCESSORS and in_features <= 1536 else 1
     warps = 4 if tiles == 2 and in_features <= 1024 else 8
     return {
         "BLOCK_M": 16, "TILES_M": tiles, "BLOCK_N": 32, "SLICES": warps,
