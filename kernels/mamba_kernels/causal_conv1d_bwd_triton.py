@@ -174,7 +174,7 @@ def _backward_kernel(
         tl.store(parts, tl.sum(dw0, axis=0), mask=d < dim)
 
 
-def config_for(batch: int, dim: int, seqlen: int, dtype: torch.dtype) -> dict[str, Any]:
+def config_for(batch: int, dim: int, seqlen: int) -> dict[str, Any]:
     """Block sizes and num_warps: 4 channels a thread (the sums of dw fill the registers), one run a warp."""
     block_d = min(128, max(16, triton.next_power_of_2(dim)))
     runs, steps = 4, 128
@@ -205,7 +205,7 @@ def causal_conv1d_bwd(
     dx = torch.empty_like(x)
     dinitial = None if initial_states is None else torch.empty_like(initial_states)
     if config is None:
-        config = config_for(batch, dim, seqlen, x.dtype)
+        config = config_for(batch, dim, seqlen)
     t_blocks = triton.cdiv(seqlen, config["RUNS"] * config["STEPS"])
     d_blocks = triton.cdiv(dim, config["BLOCK_D"])
     unit = stride_unit(x.stride(0), x.stride(2))

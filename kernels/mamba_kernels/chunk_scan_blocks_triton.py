@@ -18,7 +18,7 @@ from mamba_kernels.backend import interpreting
 # Arguments that count: whether one is a multiple of 16 is no reason to compile a kernel again.
 COUNTS = [
     "rows", "seqlen", "row_blocks", "blocks", "segments", "ptiles",
-    "nheads", "ngroups", "group_heads", "program_heads",
+    "nheads", "group_heads", "program_heads",
 ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from mamba_kernels.chunk_scan_blocks_triton import (
 def _gradients_kernel(
     x, B, C, D, z, dout, steps, decays, entering, leaving, runs,
     dx, dz, dB, dC, dD, dsteps, ddecays,
-    nheads, ngroups, group_heads, headdim, d_state, program_heads, blocks,
+    nheads, group_heads, headdim, d_state, program_heads, blocks,
     rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
     stride_x_b, stride_x_l, stride_x_h, stride_x_p,
     stride_B_b, stride_B_l, stride_B_g, stride_B_n,
@@ -182,7 +182,7 @@ def _gradients_kernel(
 @triton.jit(do_not_specialize=COUNTS)
 def _state_gradients_kernel(
     x, z, states, within, out, steps, decays, runs,
-    nheads, ngroups, group_heads, headdim, d_state, sums,
+    nheads, group_heads, headdim, d_state, sums,
     rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
     stride_x_b, stride_x_l, stride_x_h, stride_x_p,
     stride_z_b, stride_z_l, stride_z_h, stride_z_p,
@@ -304,7 +304,7 @@ def launch_gradients(
     _gradients_kernel[(packing.blocks, ngroups * parts * ptiles)](
         x, B, C, D, z if z is not None else x, dout, steps, decays, entering, leaving, runs_args[0],
         dx, dz if dz is not None else dx, dB_within, dC_within, dD, dsteps, ddecays,
-        nheads, ngroups, group_heads, headdim, d_state, tile["heads"], packing.blocks,
+        nheads, group_heads, headdim, d_state, tile["heads"], packing.blocks,
         *packing.args,
         *x.stride(), *B.stride(), *C.stride(),
         *((*D.stride(), 0)[:2] if D is not None else (0, 0)),
@@ -321,7 +321,7 @@ def launch_gradients(
     ):
         _state_gradients_kernel[grid](
             t, gate if gate is not None else t, states, within, out, steps, decays, runs_args[0],
-            nheads, ngroups, group_heads, headdim, d_state, parts * ptiles,
+            nheads, group_heads, headdim, d_state, parts * ptiles,
             *packing.args,
             *t.stride(), *strides(gate, 4), *within.stride(), runs_args[1],
             REVERSE=reverse, **(flags | {"HAS_Z": gate is not None}),

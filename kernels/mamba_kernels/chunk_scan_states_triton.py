@@ -90,7 +90,7 @@ def _walk(
     stride_z_b, stride_z_l, stride_z_h, stride_z_p,
     steps, decays, runs, stride_runs_b,
     nheads, group_heads, headdim, d_state, segments,
-    rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
+    seqlen, row_blocks, cu_seqlens, block_offsets,
     REVERSE: tl.constexpr, WALK: tl.constexpr, HAS_START: tl.constexpr, HAS_Z: tl.constexpr,
     HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -188,7 +188,7 @@ def _states_kernel(
     stride_g_b, stride_g_l, stride_g_h, stride_g_p,
     steps, decays, runs, stride_runs_b,
     nheads, group_heads, headdim, d_state, segments,
-    rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
+    seqlen, row_blocks, cu_seqlens, block_offsets,
     BOTH: tl.constexpr, WALK: tl.constexpr, HAS_START: tl.constexpr, HAS_DEND: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_RUNS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
     OFFSET: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -203,7 +203,7 @@ def _states_kernel(
                 stride_g_b, stride_g_l, stride_g_h, stride_g_p,
                 steps, decays, runs, stride_runs_b,
                 nheads, group_heads, headdim, d_state, segments,
-                rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
+                seqlen, row_blocks, cu_seqlens, block_offsets,
                 True, WALK, HAS_DEND, HAS_GATE, HAS_RUNS, VARLEN, DOT, OFFSET, BLOCK, BLOCK_N, BLOCK_P,
             )  # fmt: skip
             return
@@ -214,7 +214,7 @@ def _states_kernel(
         stride_z_b, stride_z_l, stride_z_h, stride_z_p,
         steps, decays, runs, stride_runs_b,
         nheads, group_heads, headdim, d_state, segments,
-        rows, seqlen, row_blocks, cu_seqlens, block_offsets, block_rows,
+        seqlen, row_blocks, cu_seqlens, block_offsets,
         False, WALK, HAS_START, False, HAS_RUNS, VARLEN, DOT, OFFSET, BLOCK, BLOCK_N, BLOCK_P,
     )  # fmt: skip
 
@@ -323,7 +323,7 @@ def launch_states(
             *sides[0], *sides[-1],
             steps, decays, runs if runs is not None else x, runs.stride(0) if runs is not None else 0,
             nheads, nheads // ngroups, headdim, d_state, segments,
-            *packing.args,
+            packing.seqlen, packing.row_blocks, packing.cu_seqlens, packing.block_offsets,
             BOTH=len(walks) == 2, WALK=factors is None,
             HAS_START=starts[0] is not None, HAS_DEND=starts[-1] is not None,
             HAS_GATE=walks[-1].z is not None,
