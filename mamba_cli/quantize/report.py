@@ -87,14 +87,12 @@ def measure_losses(
     reference: LanguageModel,
     plan: Plan,
     progress: Progress | None = None,
-    batch_size: int | None = None,
 ) -> list[Loss]:
     """Score models, that differ from the reference in the format of their state, in one pass."""
     if not models:
         return []
-    return [
-        loss(scores, plan) for scores in evaluate_each(models, plan, batch_size, reference, progress=progress)
-    ]
+    found = evaluate_each(models, plan, reference=reference, progress=progress)
+    return [loss(scores, plan) for scores in found]
 
 
 def loss(scores: Scores, plan: Plan) -> Loss:
