@@ -174,11 +174,11 @@ def cases(smoke: bool) -> dict[str, Case]:
             "add norm": add_norm(5, 24, tiles("ROWS BLOCK_N num_warps", (2, 32, 1))),
         }
     long = tiles(
-        CHANNEL_LAST, (4, 16, 256, 4), (4, 64, 256, 4), (2, 32, 256, 2), (2, 64, 256, 2), (1, 32, 256, 1),
-        (8, 16, 256, 8), (8, 32, 256, 8), (4, 32, 256, 8), (4, 32, 128, 4), (4, 64, 128, 4), (2, 32, 128, 2),
-        (4, 32, 128, 2), (4, 8, 256, 4),
+        CHANNEL_LAST, (4, 32, 256, 4), (4, 44, 256, 4), (4, 84, 256, 4), (4, 112, 256, 4), (4, 16, 256, 4),
+        (4, 64, 256, 4), (2, 84, 256, 2), (2, 44, 256, 2), (1, 84, 256, 1), (8, 16, 256, 8), (8, 44, 256, 8),
+        (4, 32, 256, 8), (4, 64, 128, 4), (2, 32, 128, 2), (4, 32, 128, 2),
     )  # fmt: skip
-    long.append({**long[0], "STEPS": 32, "maxnreg": 96})
+    long.append({**long[0], "maxnreg": 96})
     short = tiles(
         CHANNEL_LAST, (4, 4, 256, 4), (4, 8, 256, 4), (4, 16, 256, 4), (2, 8, 256, 2), (4, 8, 128, 4),
         (4, 8, 128, 2), (2, 16, 128, 2),
@@ -198,9 +198,12 @@ def cases(smoke: bool) -> dict[str, Case]:
     return {
         "copy 5376 x 8192": copy(1, 5376, 8192),
         "conv 5376 x 8192": convolution(1, 5376, 8192, long, target="peer 63, must 60, aim 48, limit 41"),
+        "conv 5376 x 2048": convolution(
+            1, 5376, 2048, tiles(CHANNEL_LAST, *((4, steps, 256, 4) for steps in (8, 12, 16, 24, 32)))
+        ),
         "conv 5376 x 512": convolution(1, 5376, 512, short),
         "conv 1792 x 512": convolution(1, 1792, 512, short),
-        "conv 1792 x 32768": convolution(1, 1792, 32768, long[:4] + long[8:11]),
+        "conv 1792 x 32768": convolution(1, 1792, 32768, long[:6]),
         "conv first 5376 x 8192": convolution(
             1, 5376, 8192,
             tiles("BLOCK_T BLOCK_D num_warps", (256, 4, 4), (512, 4, 4), (512, 2, 4), (1024, 1, 4),

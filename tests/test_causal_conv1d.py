@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,7 +154,17 @@ def test_the_kernels_keep_half_precision(seqlen, dtype, channel_last):
     check_kernel(args, torch.device("cuda"), dtype, channel_last)
 
 
-@pytest.mark.parametrize("runs, steps, block_d", [(1, 16, 16), (2, 4, 32), (8, 8, 16)])
+@pytest.mark.parametrize(
+    "batch, dim, seqlen", [(1, 5376, 8192), (1, 1792, 32768), (8, 5376, 3001), (64, 5376, 2048)]
+)
+def test_the_programs_of_long_sequences_nearly_fill_whole_rounds_of_an_h200(batch, dim, seqlen):
+    config = causal_conv1d_triton.config_for(True, batch, dim, seqlen, torch.bfloat16)
+    tokens = config["RUNS"] * config["STEPS"]
+    rounds = batch * -(-seqlen // tokens) * -(-dim // config["BLOCK_D"]) / causal_conv1d_triton.AT_ONCE
+    assert config["STEPS"] % 4 == 0 and rounds > 0.9 * math.ceil(rounds)
+
+
+@pytest.mark.parametrize("runs, steps, block_d", [(1, 16, 16), (2, 4, 32), (8, 8, 16), (2, 12, 16)])
 def test_block_sizes_change_nothing(device, runs, steps, block_d):
     config = {"RUNS": runs, "STEPS": steps, "BLOCK_D": block_d, "num_warps": 4}
     args = prepared(make_inputs(dim=20, seqlen=35, batch=1, packed=True, initial=True), torch.float32, device)
