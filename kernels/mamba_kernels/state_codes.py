@@ -17,7 +17,7 @@ Up to four numbers of a word share the 32 bits of a hash, a byte of which is the
 of two of them have a covariance of at most 2^-10 of a step squared, the variance of one being up to 2^-2.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,7 @@ ROUNDINGS = ("nearest", "stochastic")
 SMALLEST_ROW = 2.0**-100
 
 
-@dataclass(frozen=True)
-class StateDtype:
+class StateDtype(NamedTuple):
     """A format of one number. Integers have no mantissa; bits of exponents follow from the bias.
 
     largest: the magnitude that a row's largest number is scaled to, None for no scale.

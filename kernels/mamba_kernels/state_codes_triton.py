@@ -7,34 +7,53 @@ the words were loaded in. Formats are constants: KIND is the index of one in STA
 import triton
 import triton.language as tl
 
-from mamba_kernels.state_codes import SMALLEST_ROW, STATE_DTYPES
+from mamba_kernels.state_codes import FORMATS, SMALLEST_ROW, STATE_DTYPES
 
 FP32, BF16, FP16, INT8, FP8, INT4 = (tl.constexpr(index) for index in range(len(STATE_DTYPES)))
 _SMALLEST_ROW = tl.constexpr(SMALLEST_ROW)
+_FORMATS = tl.constexpr(tuple(FORMATS.values()))
 
 
 @triton.constexpr_function
 def per_word(kind):
     """Numbers in a word of format `kind`."""
-    return (1, 2, 2, 4, 4, 8)[kind]
+    return _FORMATS.value[kind].per_word
 
 
 @triton.constexpr_function
 def largest(kind):
     """What the largest number of a row is scaled to; 0 for formats without a scale."""
-    return (0.0, 0.0, 65504.0, 127.0, 448.0, 7.0)[kind]
+    return _FORMATS.value[kind].largest or 0.0
 
 
 @triton.constexpr_function
 def is_scaled(kind):
     """Whether rows of format `kind` have a scale."""
-    return largest(kind) > 0
+    return _FORMATS.value[kind].largest is not None
 
 
 @triton.constexpr_function
 def is_integer(kind):
     """Whether codes of format `kind` are integers."""
-    return kind in (3, 5)
+    return kind in (INT8.value, INT4.value)
+
+
+@triton.constexpr_function
+def mantissa(kind):
+    """Bits of the mantissa of format `kind`."""
+    return _FORMATS.value[kind].mantissa
+
+
+@triton.constexpr_function
+def min_exponent(kind):
+    """The exponent of the smallest normal number of format `kind`."""
+    return _FORMATS.value[kind].min_exponent
+
+
+@triton.constexpr_function
+def largest_code(kind):
+    """The code of the largest number of format `kind`."""
+    return _FORMATS.value[kind].largest_code
 
 
 @triton.constexpr_function
@@ -83,7 +102,7 @@ def _integer_field(half, field: tl.constexpr, BITS: tl.constexpr):
 @triton.constexpr_function
 def decoded_unit(kind):
     """What `decode` leaves out of its numbers, a factor for the scale of the row."""
-    return 256.0 if kind == 4 else 1.0
+    return 256.0 if kind == FP8.value else 1.0
 
 
 @triton.jit
@@ -193,10 +212,9 @@ def _integer_code(steps, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
 @triton.jit
 def _float_code(steps, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     """The code of 16 bits in the upper half; that of fp8 with its sign in bit 31, the others in 20 to 26."""
-    MANTISSA: tl.constexpr = 7 if KIND == BF16 else 10 if KIND == FP16 else 3
-    MIN_EXPONENT: tl.constexpr = -126 if KIND == BF16 else -14 if KIND == FP16 else -6
-    CUT: tl.constexpr = 23 - MANTISSA
-    if KIND != BF16:
+    CUT: tl.constexpr = 23 - mantissa(KIND)
+    MIN_EXPONENT: tl.constexpr = min_exponent(KIND)
+    if MIN_EXPONENT > -126:
         steps = steps * (2.0 ** (-126 - MIN_EXPONENT))
     bits = steps.to(tl.int32, bitcast=True)
     if not STOCHASTIC:
@@ -209,9 +227,8 @@ def _float_code(steps, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
         # A row's largest may be 448 + 2^-15, a last bit more: a carry, at most 2^20 - 8, takes it no further.
         return bits + carry
     else:
-        LARGEST_CODE: tl.constexpr = 0x7F7F if KIND == BF16 else 0x7BFF
         magnitude = (bits & 0x7FFFFFFF) + carry
-        magnitude = tl.minimum(magnitude, ((LARGEST_CODE + 1) << CUT) - 1)
+        magnitude = tl.minimum(magnitude, ((largest_code(KIND) + 1) << CUT) - 1)
         return (magnitude << (16 - CUT)) | (bits & -2147483648)
 
 
