@@ -28,7 +28,7 @@ from mamba_kernels.triton_math import softplus
 
 
 class Common(NamedTuple):
-    """What the first of a step's two kernels hands the second; what no head's format needs is not written.
+    """What the first of a step's two kernels hands the second; what no head's format needs has no slots.
 
     weights: (slots, nheads, 2 + 2 * window) float32, the decay, this token's weight, the weights of the
     window in its ring's order, 0 in this token's place, and the factors.
@@ -59,12 +59,17 @@ def common_of(packed: PackedState) -> Common:
 def _empty_common(packed: PackedState) -> Common:
     slots, window, nheads, _ = packed.x.shape
     ngroups, d_state = packed.B.shape[2:]
-    device = packed.codes.device
+    device, as_loaded = packed.codes.device, multiplied_as_loaded(packed)
+
+    def empty_parts(kinds: tuple[tl.constexpr, ...], *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        count = slots if any(is_among(kind, as_loaded) for kind in kinds) else 0
+        return torch.empty(count, ngroups, *shape, LIVE.value, d_state, dtype=dtype, device=device)
+
     return Common(
         torch.empty(slots, nheads, 2 + 2 * window, device=device),
-        torch.empty(slots, ngroups, 3, LIVE.value, d_state, dtype=torch.int8, device=device),
-        torch.empty(slots, ngroups, 2, LIVE.value, d_state, dtype=torch.float16, device=device),
-        torch.empty(slots, ngroups, LIVE.value, d_state, dtype=torch.bfloat16, device=device),
+        empty_parts((INT8, INT4), 3, dtype=torch.int8),
+        empty_parts((FP16, FP8), 2, dtype=torch.float16),
+        empty_parts((BF16,), dtype=torch.bfloat16),
         torch.empty(slots, ngroups, 2, device=device),
     )
 
