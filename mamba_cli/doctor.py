@@ -1,9 +1,10 @@
 """What `mamba2 doctor` looks at: software, devices, backends, the hub's cache, and tests of what is here.
 
-Nothing here reaches for a network, and torch is imported inside functions only: a torch that cannot be
-imported is one of the findings.
+Nothing here reaches for a network, and packages are imported inside functions only: one that cannot be
+imported is a finding.
 """
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 # which round differently, agree on it.
 PROMPT = "Once upon a time"
 NEW_TOKENS = 8
+
+# Without these there is nothing left to test.
+FOUNDATIONS = ("torch", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,12 @@ def diagnose(advance: Callable[..., None] = lambda amount, label=None: None) -> 
     """Look at everything; advance(1, label) is called after each test."""
     found = versions()
     broken = [f"{package}: expected it installed, got none" for package in REQUIRED if not found[package]]
-    try:
-        import torch
-    except Exception as error:  # a broken install raises anything at all
-        broken.append(f"torch: cannot import it ({type(error).__name__}: {error})")
+    unusable = _find_unusable()
+    broken += [f"{package}: {problem}" for package, problem in unusable.items() if found[package]]
+    if not unusable.keys().isdisjoint(FOUNDATIONS):
         return Diagnosis(found, broken=broken)
+
+    import torch
 
     found["cuda"] = torch.version.cuda
     devices = find_devices()
@@ -81,11 +86,12 @@ def diagnose(advance: Callable[..., None] = lambda amount, label=None: None) -> 
         for device in devices
         if device.device != "cpu" and device.backend != "triton"
     ]
-    try:
-        hub = find_hub()
-    except Exception as error:
-        hub = None
-        broken.append(f"huggingface-hub: cannot import it ({type(error).__name__}: {error})")
+    hub = None
+    if "huggingface-hub" not in unusable:
+        try:
+            hub = find_hub()
+        except Exception as error:  # a cache or a token that is no such thing fails in many ways
+            broken.append(f"hub: expected to read its cache and token, got {type(error).__name__}: {error}")
     tests = []
     for test in run_tests(devices):
         tests.append(test)
@@ -96,6 +102,19 @@ def diagnose(advance: Callable[..., None] = lambda amount, label=None: None) -> 
         if test.result == "broken"
     ]
     return Diagnosis(found, devices, hub, tests, broken)
+
+
+def _find_unusable() -> dict[str, str]:
+    """Return the required packages that cannot be imported, each with the reason."""
+    unusable = {}
+    for package in REQUIRED:
+        try:
+            importlib.import_module(package.replace("-", "_"))
+        except Exception as error:  # a broken install raises anything at all
+            unusable[package] = f"cannot import it ({type(error).__name__}: {error})"
+        if "torch" in unusable:
+            break  # others import it too, and would only repeat what is wrong with it
+    return unusable
 
 
 def find_devices() -> list[Device]:

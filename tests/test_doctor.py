@@ -182,6 +182,35 @@ def test_a_torch_that_cannot_be_imported_is_found(capfd, monkeypatch):
     assert document["tests"] == [] and document["versions"]["python"]
 
 
+@pytest.mark.parametrize(("package", "tests_run"), [("safetensors", False), ("transformers", True)])
+def test_a_package_that_cannot_be_imported_is_found_whether_the_tests_need_it_or_not(
+    tmp_path, package, tests_run
+):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise ImportError('built for another Python')")
+    ran = doctor_in_a_process("--json", tmp_path=tmp_path)
+    assert ran.returncode == 1
+    assert ran.stderr == "error: installation: expected nothing broken, got 1 broken part\n"
+    document = json.loads(ran.stdout)
+    assert document["broken"] == [f"{package}: cannot import it (ImportError: built for another Python)"]
+    assert bool(document["tests"]) == tests_run
+
+
+def test_a_cache_that_cannot_be_read_is_not_taken_for_a_package_that_cannot_be_imported(monkeypatch):
+    with_cases(monkeypatch)
+
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied", "/hub/token")
+
+    monkeypatch.setattr(doctor, "find_hub", refuse)
+    found = diagnose()
+    assert found.hub is None and found.tests
+    assert found.broken == [
+        "hub: expected to read its cache and token, got PermissionError: [Errno 13] Permission denied: "
+        "'/hub/token'"
+    ]
+
+
 def test_a_missing_package_is_broken_where_it_is_needed(monkeypatch):
     with_cases(monkeypatch)
     found = dict.fromkeys(doctor.versions(), "1.0") | {"safetensors": None, "matplotlib": None}
