@@ -79,6 +79,8 @@ def diagnose(advance: Callable[..., None] = lambda amount, label=None: None) -> 
 
     import torch
 
+    from mamba_kernels.backend import interpreting, triton_problem
+
     found["cuda"] = torch.version.cuda
     devices = find_devices()
     broken += [
@@ -86,6 +88,8 @@ def diagnose(advance: Callable[..., None] = lambda amount, label=None: None) -> 
         for device in devices
         if device.device != "cpu" and device.backend != "triton"
     ]
+    if interpreting() and found["triton"] and (problem := triton_problem()):
+        broken.append(f"triton: expected it to serve its interpreter, got: {problem}")
     hub = None
     if "huggingface-hub" not in unusable:
         try:

@@ -15,6 +15,7 @@ from mamba_cli import doctor, hub, self_test
 from mamba_cli.doctor import Device, diagnose
 from mamba_cli.self_test import Case
 from mamba_commands.app import main
+from mamba_kernels import backend
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -209,6 +210,19 @@ def test_a_cache_that_cannot_be_read_is_not_taken_for_a_package_that_cannot_be_i
         "hub: expected to read its cache and token, got PermissionError: [Errno 13] Permission denied: "
         "'/hub/token'"
     ]
+
+
+def test_a_triton_that_fails_where_its_interpreter_was_asked_for_is_broken(monkeypatch):
+    with_cases(monkeypatch)
+    monkeypatch.setattr(doctor, "find_devices", lambda: [Device("cpu", "", "", "torch", "")])
+    reason = "cannot import triton (ImportError: boom)"
+    monkeypatch.setattr(backend, "triton_problem", lambda: reason)
+    for asked, installed, broken in ((True, "3.9.0", 1), (False, "3.9.0", 0), (True, None, 0)):
+        found = doctor.versions() | {"triton": installed}
+        monkeypatch.setattr(doctor, "versions", lambda found=found: found)
+        monkeypatch.setattr(backend, "interpreting", lambda asked=asked: asked)
+        expected = [f"triton: expected it to serve its interpreter, got: {reason}"]
+        assert diagnose().broken == expected * broken
 
 
 def test_a_missing_package_is_broken_where_it_is_needed(monkeypatch):
