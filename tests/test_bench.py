@@ -137,11 +137,23 @@ def test_the_best_run_is_the_ceiling_and_the_warm_up_is_not(monkeypatch):
 
 def test_the_ceiling_of_float16_on_a_cpu_is_measured_in_seconds_not_minutes(monkeypatch):
     sizes = []
-    monkeypatch.setattr(ceilings, "_matmul_seconds", lambda size, *_: sizes.append(size) or 1.0)
+    monkeypatch.setattr(
+        ceilings, "_matmul_seconds", lambda size, device, dtype: sizes.append((size, dtype)) or size**3
+    )
     monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 2**20)
     for dtype in (torch.float32, torch.float16):
         found = measure_ceilings(CPU, dtype)
-    assert sizes == [2048, 512] and "512 x 512 in float16" in found.method
+    assert sizes == [(2048, torch.float32), (512, torch.float16), (2048, torch.float32)]
+    assert "512 x 512 in float16" in found.method
+
+
+def test_a_cpu_that_is_slow_in_float16_has_its_ceiling_in_float32(monkeypatch):
+    seconds = {torch.float16: 100.0, torch.float32: 2.0}
+    monkeypatch.setattr(ceilings, "_matmul_seconds", lambda size, device, dtype: seconds[dtype])
+    monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 2**20)
+    found = measure_ceilings(CPU, torch.float16)
+    assert found.operations_per_second == 2048**3
+    assert found.method == "measured: a copy of 1 MiB, a matmul of 2048 x 2048 in float32"
 
 
 def test_figures_are_means_over_the_repetitions_and_shares_of_the_ceilings():
