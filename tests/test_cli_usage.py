@@ -41,6 +41,7 @@ def test_wrong_usage_is_two_lines_and_status_2(capfd, arguments, message, where)
         ),
         (["convert", "a", "b", "c", "--to", "hf"], "convert: expected only SRC and DST, got also c"),
         (["doctor", "demo"], "doctor: expected only options, got demo"),
+        (["doctor", ""], "doctor: expected only options, got an empty word"),
     ],
 )
 def test_a_word_that_stands_alone_is_told_where_it_belongs(capfd, arguments, expected):

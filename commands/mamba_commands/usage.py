@@ -81,7 +81,8 @@ def _place_of_words(parameters: Sequence[Any], words: list[str]) -> str:
     expected = ["only " + " and ".join(arguments)] if arguments else []
     expected += [place for option, place in PLACES_OF_WORDS.items() if option in options]
     also = "also " if arguments else ""
-    return f"expected {', or '.join(expected) or 'only options'}, got {also}{' '.join(words)}"
+    got = " ".join(word or "an empty word" for word in words)
+    return f"expected {', or '.join(expected) or 'only options'}, got {also}{got}"
 
 
 def _refused_value(error: Any) -> tuple[str, str] | None:
