@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.decode_norm_triton import inside
-from mamba_kernels.packed_window_triton import inverse_columns, load_columns
+from mamba_kernels.packed_rows_triton import inverse_columns, load_columns
 from mamba_kernels.state_codes_triton import decode, decoded_unit, encode, is_scaled, per_word
 
 

@@ -12,7 +12,7 @@ from mamba_kernels.packed_products_triton import (
     load_parts,
     sum_parts,
 )
-from mamba_kernels.packed_window_triton import load_columns, load_words
+from mamba_kernels.packed_rows_triton import load_columns, load_words
 from mamba_kernels.state_codes_triton import (
     BF16,
     FP8,

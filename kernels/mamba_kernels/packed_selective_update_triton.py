@@ -6,8 +6,8 @@ import triton.language as tl
 
 from mamba_kernels.backend import interpreting
 from mamba_kernels.decode_norm_triton import inside
+from mamba_kernels.packed_rows_triton import inverse_columns, load_columns, load_scale, load_words
 from mamba_kernels.packed_state import PackedState
-from mamba_kernels.packed_window_triton import inverse_columns, load_columns, load_scale, load_words
 from mamba_kernels.state_codes import STATE_DTYPES, first_key
 from mamba_kernels.state_codes_triton import (
     decode,

@@ -16,9 +16,9 @@ from mamba_kernels.packed_fold_triton import fold_rows, load_inputs
 from mamba_kernels.packed_output_triton import finish, load_gate
 from mamba_kernels.packed_prepare_triton import common_of, launch_prepare, multiplied_as_loaded
 from mamba_kernels.packed_read_triton import load_codes, multiply
+from mamba_kernels.packed_rows_triton import load_scale
 from mamba_kernels.packed_ssm_step import Preparation
 from mamba_kernels.packed_state import PackedState, head_table
-from mamba_kernels.packed_window_triton import load_scale
 from mamba_kernels.state_codes import first_key
 from mamba_kernels.state_codes_triton import is_among, per_word, rounding_key
 
