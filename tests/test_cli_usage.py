@@ -74,6 +74,16 @@ def test_a_value_that_an_option_cannot_have_is_said_in_the_form_of_all_errors(
     assert capfd.readouterr().err.splitlines()[0] == f"error: {option}: expected {expected}, got {value}"
 
 
+@pytest.mark.parametrize("value", ["gpu", "CPU", "cuda:", "cuda:-1", "cuda:200", "cpu:1", "cuda:0\n"])
+def test_a_device_that_no_machine_has_is_wrong_usage_and_one_that_is_not_here_is_a_failure(capfd, value):
+    for command in (["generate", "-p", "x"], ["bench", "demo"], ["eval-ppl", "text"]):
+        assert app.main([*command, "--device", value]) == 2
+        shown = value.replace("\n", "\\n")
+        expected = f"error: --device: expected auto, cpu, cuda or cuda:N, got {shown}"
+        assert capfd.readouterr().err.splitlines()[0] == expected
+    assert app.main(["bench", "demo", "--device", "cuda:99"]) == 1
+
+
 def whole_numbers() -> list[tuple[str, str]]:
     """Return the options that take one, each with its command, but the seeds, which count nothing."""
     return [

@@ -1,5 +1,6 @@
 """Options that several commands share: each has one spelling, one help text and one home."""
 
+import re
 from typing import Annotated, Literal
 
 import typer
@@ -40,11 +41,23 @@ RevisionOption = Annotated[
     str | None, typer.Option(metavar="REV", help="Branch, tag or commit of the model's repo.")
 ]
 
+
+def _check_device(device: str) -> str:
+    """Refuse, as wrong usage, what no --device can be; whether torch finds it is seen when a model is loaded.
+
+    No machine has 100 GPUs, and torch reads an index from 128 on as a negative one.
+    """
+    if not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?", device):
+        raise typer.BadParameter(f"--device: expected auto, cpu, cuda or cuda:N, got {device}")
+    return device
+
+
 DeviceOption = Annotated[
     str,
     typer.Option(
         metavar="DEVICE",
         show_default=False,
+        callback=_check_device,
         help="cpu, cuda, cuda:1, or auto (default): a GPU if there is one.",
     ),
 ]

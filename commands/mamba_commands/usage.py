@@ -58,8 +58,8 @@ class CheckedCommand(TyperCommand):
 
 def usage_message(error: Any) -> str:
     """Return what a UsageError says, in the form of all errors where Typer says enough for it."""
-    if isinstance(error, typer.BadParameter) and error.param is None:
-        return error.message  # raised by a command, in the form of all messages
+    if isinstance(error, typer.BadParameter) and (error.param is None or ": expected " in error.message):
+        return error.message  # raised by a command, or by an option of ours, in the form of all messages
     if found := _refused_value(error):
         expected, value = found
         return f"{_spelling(error.param)}: expected {expected}, got {value}"
