@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from mamba_cli.perplexity.plan import Plan
     from mamba_cli.perplexity.tokens import Extent
 
+# What --reference names: this model in another dtype, or with another state, or another model.
+ReferenceKind = Literal["dtype", "state", "model"]
+
 
 def eval_ppl(
     text: Annotated[
@@ -146,7 +149,7 @@ def eval_ppl(
         raise typer.BadParameter(f"--stride: expected at most the window's {window} tokens, got {stride}")
     windows_at_once = _parse_batch_size(batch_size)
     check_state_dtype(state_dtype)
-    _check_reference(reference)
+    reference_kind = _kind_of_reference(reference)
 
     from mamba_cli.perplexity.compare import compare
     from mamba_cli.perplexity.distributed import join_processes
@@ -165,7 +168,9 @@ def eval_ppl(
             raise typer.BadParameter("TEXT: expected a file for several processes to read, got -")
         source = read_text(text, field)
         place, name = processes.device(device), choose_model(model, out)
-        lm, other = _load_models(name, reference, place, dtype, revision, backend, tokenizer, state_dtype)
+        lm, other = _load_models(
+            name, reference, reference_kind, place, dtype, revision, backend, tokenizer, state_dtype
+        )
         token = prefix_token(lm.tokenizer, prefix)
         texts = source.documents(documents)
         encoded = encode_documents(texts, lm.tokenizer, token, lm.config.vocab_size, max_tokens)
@@ -236,30 +241,33 @@ def _parse_batch_size(value: str) -> int | None:
     return count
 
 
-def _check_reference(reference: str | None) -> None:
-    """Refuse, as wrong usage, what is no dtype, no format of a state and no name that a model can have."""
+def _kind_of_reference(reference: str | None) -> ReferenceKind | None:
+    """Return what is named; refuse, as wrong usage, what is no dtype, no format of a state and no name that
+    a model can have.
+    """
     if reference is None:
-        return
+        return None
     from mamba_cli.hub import EMBEDDED, REPO_ID
     from mamba_cli.load import DTYPES
     from mamba_kernels.packed_state import STATE_DTYPES
 
+    if reference in DTYPES:
+        return "dtype"
     if reference.split(":")[0] in STATE_DTYPES:
         check_state_dtype(reference, "--reference")
-    elif not (
-        reference in (*DTYPES, EMBEDDED)
-        or REPO_ID.fullmatch(reference)
-        or Path(reference).expanduser().exists()
-    ):
-        raise typer.BadParameter(
-            f"--reference: expected a dtype ({', '.join(DTYPES)}), a format of the state "
-            f"({', '.join(STATE_DTYPES)}) or a model (a folder or owner/name), got {reference}"
-        )
+        return "state"
+    if reference == EMBEDDED or REPO_ID.fullmatch(reference) or Path(reference).expanduser().exists():
+        return "model"
+    raise typer.BadParameter(
+        f"--reference: expected a dtype ({', '.join(DTYPES)}), a format of the state "
+        f"({', '.join(STATE_DTYPES)}) or a model (a folder or owner/name), got {reference}"
+    )
 
 
 def _load_models(
     name: str,
     reference: str | None,
+    reference_kind: ReferenceKind | None,
     device: str,
     dtype: str,
     revision: str | None,
@@ -269,8 +277,6 @@ def _load_models(
 ) -> "tuple[LanguageModel, LanguageModel | None]":
     """Return the model and its reference: the same one in another dtype, or another in the same."""
     from mamba_cli import load_model
-    from mamba_cli.load import DTYPES
-    from mamba_kernels.packed_state import STATE_DTYPES
 
     lm = load_model(
         name,
@@ -283,9 +289,9 @@ def _load_models(
     )
     if reference is None:
         return lm, None
-    if reference in DTYPES:
+    if reference_kind == "dtype":
         return lm, load_model(name, device, reference, revision=revision, backend=backend, state_dtype="fp32")
-    if reference.split(":")[0] in STATE_DTYPES:
+    if reference_kind == "state":
         return lm, lm.with_state(reference, lm.columns)
     return lm, load_model(reference, device, dtype, backend=backend)
 
