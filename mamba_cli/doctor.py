@@ -115,7 +115,8 @@ def _find_unusable() -> dict[str, str]:
         try:
             importlib.import_module(package.replace("-", "_"))
         except Exception as error:  # a broken install raises anything at all
-            unusable[package] = f"cannot import it ({type(error).__name__}: {error})"
+            first_line = next(iter(str(error).splitlines()), "")
+            unusable[package] = f"cannot import it ({type(error).__name__}: {first_line})"
         if "torch" in unusable:
             break  # others import it too, and would only repeat what is wrong with it
     return unusable

@@ -188,7 +188,7 @@ def test_a_package_that_cannot_be_imported_is_found_whether_the_tests_need_it_or
     tmp_path, package, tests_run
 ):
     (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").write_text("raise ImportError('built for another Python')")
+    (tmp_path / package / "__init__.py").write_text(r"raise ImportError('built for another Python\nTry pip')")
     ran = doctor_in_a_process("--json", tmp_path=tmp_path)
     assert ran.returncode == 1
     assert ran.stderr == "error: installation: expected nothing broken, got 1 broken part\n"
