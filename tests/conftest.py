@@ -1,6 +1,7 @@
 """Shared fixtures. Triton reads TRITON_INTERPRET when it is imported, so it is set before that."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ if not torch.cuda.is_available():
 import pytest
 
 from checkpoint_testing import save_state_spaces
+from mamba_kernels.backend import use_backend
 from model_testing import BASE
 
 
@@ -32,6 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where kernels run: the GPU where there is one, else the CPU through Triton's interpreter."""
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test with each backend, and name it."""
+    with use_backend(request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kernel_testing import assert_close_as_reference
-from mamba_kernels.backend import use_backend
 from mamba_kernels.chunk_scan import (
     mamba_chunk_scan_combined,
     mamba_chunk_scan_combined_ref,
@@ -31,12 +30,6 @@ HALF_TYPES = [
     pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
     pytest.param(torch.float16, marks=pytest.mark.gpu),
 ]
-
-
-@pytest.fixture(params=["torch", "triton"])
-def backend(request):
-    with use_backend(request.param):
-        yield request.param
 
 
 def make_inputs(device, shape, dtype=torch.float32, seed=0, decay=1.0, **changes):

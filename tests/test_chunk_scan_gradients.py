@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kernel_testing import assert_close_as_reference, rms
-from mamba_kernels.backend import use_backend
 from mamba_kernels.chunk_scan import (
     mamba_chunk_scan_combined,
     mamba_chunk_scan_combined_ref,
@@ -22,12 +21,6 @@ SHAPES = [
     (1, 65, 2, 48, 1, 24),
 ]
 DRAWS = 8
-
-
-@pytest.fixture(params=["torch", "triton"])
-def backend(request):
-    with use_backend(request.param):
-        yield request.param
 
 
 def gradients(function, args, outputs=None, draws=1):

@@ -335,11 +335,6 @@ def test_kernel_runs_on_the_device_of_its_tensors():
     assert_close_as_reference(found["du"], exact["du"], run(selective_scan_ref, inputs)["du"])
 
 
-@pytest.fixture(params=["torch", "triton"])
-def backend(request):
-    return request.param
-
-
 def test_zoh_at_A_zero_is_finite_and_has_the_right_gradient(backend, device, short_stretches):
     inputs = make_inputs(device, seqlen=6)
     inputs["A"][:, 0] = 0.0

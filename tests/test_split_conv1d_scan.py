@@ -4,18 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mamba_kernels.backend import use_backend
 from mamba_kernels.chunk_scan import ssd_recurrent_ref
 from mamba_kernels.split_conv1d_scan import mamba_split_conv1d_scan_combined
 
 NHEADS, HEADDIM, NGROUPS, D_STATE, WIDTH = 4, 8, 2, 16, 4
 D_SSM, CONV_DIM = NHEADS * HEADDIM, NHEADS * HEADDIM + 2 * NGROUPS * D_STATE
-
-
-@pytest.fixture(params=["torch", "triton"])
-def backend(request):
-    with use_backend(request.param):
-        yield request.param
 
 
 def make_inputs(device, d_mlp=0, d_out=5, seqlen=37):
