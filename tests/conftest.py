@@ -60,6 +60,17 @@ def nan_filled_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the selective scan save a state every 8 tokens, in tiles of 4: short sequences have several."""
+    from mamba_kernels import selective_scan_bwd_triton, selective_scan_triton
+
+    monkeypatch.setattr(selective_scan_triton, "START_EVERY", 8)
+    for module in (selective_scan_triton, selective_scan_bwd_triton):
+        config_for = module.config_for
+        monkeypatch.setattr(module, "config_for", lambda inputs, f=config_for: {**f(inputs), "BLOCK_T": 4})
+
+
+@pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A small checkpoint to convert, as mamba_ssm writes it."""
     return save_state_spaces(tmp_path / "source", BASE)
