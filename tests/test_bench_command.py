@@ -1,18 +1,22 @@
 """`mamba2 bench`, run through main as the shell runs it."""
 
+import contextlib
 import csv
 import inspect
 import io
 import json
 import typing
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+import mamba_cli.bench
 from mamba_cli import ceilings, shapes
 from mamba_cli.language_model import LanguageModel
 from mamba_commands.app import main
 from mamba_commands.bench import Significant, bench
+from mamba_commands.output import Output
 from model_testing import DATA
 
 MODEL = str(DATA / "golden" / "default")
@@ -108,6 +112,24 @@ def test_a_published_shape_needs_no_checkpoint(capfd, monkeypatch):
     _, out, _ = run(capfd, "--shape", "370m", *SMALL, "--json")
     document = strict(out)
     assert (document["model"], document["dtype"]) == ("370m with random weights", "bfloat16")
+
+
+def test_progress_is_shown_while_random_weights_are_made_and_while_they_are_measured(capfd, monkeypatch):
+    monkeypatch.setitem(shapes.PUBLISHED, "370m", (64, 1))
+    seen, make = [], mamba_cli.bench.published_model
+
+    @contextlib.contextmanager
+    def progress(self: Output, total: float | None, label: str) -> Iterator[Callable[..., None]]:
+        seen.append(label)
+        yield lambda amount, label=None: None
+        seen.append("done")
+
+    monkeypatch.setattr(Output, "progress", progress)
+    monkeypatch.setattr(
+        mamba_cli.bench, "published_model", lambda *arguments: seen.append("made") or make(*arguments)
+    )
+    assert run(capfd, "--shape", "370m", *SMALL)[0] == 0
+    assert seen == ["making 370m of random weights", "made", "done", "measuring the machine", "done"]
 
 
 def test_every_published_shape_can_be_named():
