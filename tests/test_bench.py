@@ -1,5 +1,6 @@
 """What a benchmark counts, and that it times what it says."""
 
+import platform
 import statistics
 import sys
 
@@ -265,6 +266,15 @@ def test_peak_memory_is_that_since_the_reset():
     assert peak - before > 0.9 * 2**28
     machine.reset_peak_memory(CPU)
     assert machine.peak_memory(CPU) < peak - 0.5 * 2**28
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about the heap of glibc")
+def test_what_was_freed_before_does_not_count_to_the_peak_on_a_cpu():
+    small = [torch.ones(2**16, dtype=torch.uint8) for _ in range(2**11)]  # from the heap, not a mapping each
+    held = machine.peak_memory(CPU)
+    del small[:-1]  # the last one stands at the heap's end
+    machine.reset_peak_memory(CPU)
+    assert machine.peak_memory(CPU) < held - 2**26
 
 
 def test_a_published_shape_has_random_weights_in_bfloat16_unless_told(monkeypatch):
