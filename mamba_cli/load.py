@@ -96,7 +96,8 @@ def choose_device(name: str) -> torch.device:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise Mamba2Error(f"device: expected auto, cpu, cuda or cuda:N, got {name}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    # torch wraps numbers past 127 to negative ones.
+    if device.type == "cuda" and not 0 <= (device.index or 0) < torch.cuda.device_count():
         count = torch.cuda.device_count()
         found = f"{count} CUDA device{'s' * (count > 1)}" if count else "no CUDA device"
         raise Mamba2Error(f"device {name}: expected one that torch finds, got {found}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mamba_cli.errors import Mamba2Error
-from mamba_cli.load import random_model
+from mamba_cli.load import choose_device, random_model
 from mamba_kernels import backend
 from mamba_kernels.backend import backend_for, use_backend
 from model_testing import BASE
@@ -45,3 +45,10 @@ def test_a_triton_that_does_not_import_says_why_where_it_is_asked_for_and_warns_
 def test_an_unknown_name_is_told_the_known_ones():
     with pytest.raises(ValueError, match=r"^backend: expected one of auto, torch, triton, got 'cuda'$"):
         use_backend("cuda").__enter__()
+
+
+def test_a_device_number_that_torch_wraps_is_no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert torch.device("cuda:200").index < 0
+    with pytest.raises(Mamba2Error, match="device cuda:200: expected one that torch finds, got 8 CUDA devices"):
+        choose_device("cuda:200")

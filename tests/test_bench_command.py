@@ -140,8 +140,8 @@ def test_every_published_shape_can_be_named():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "MODEL: expected a model or --shape, got neither"),
-        ((MODEL, "--shape", "130m"), "MODEL: expected a model or --shape, got both"),
+        ((), "MODEL: expected a model (demo is one) or --shape, got neither"),
+        ((MODEL, "--shape", "130m"), "MODEL: expected a model (demo is one) or --shape, got both"),
         ((MODEL, "--json", "--csv"), "--csv: expected no --json beside it, got both"),
         (
             (MODEL, "--batch-sizes", "1,0"),

@@ -134,6 +134,11 @@ def test_an_unexpected_failure_is_one_line_and_how_to_see_more(probe, error, lin
     assert probe(raising(error)) == (1, "", f"{line}\nhint: set MAMBA2_DEBUG=1 for the traceback\n")
 
 
+def test_a_package_that_does_not_import_leads_to_doctor(probe):
+    expected = "error: ImportError: no such symbol\nhint: mamba2 doctor says which packages work; set MAMBA2_DEBUG"
+    assert probe(raising(ImportError("no such symbol")))[2].startswith(expected)
+
+
 def test_a_lack_of_memory_says_what_takes_less(probe):
     import torch
 

@@ -159,10 +159,10 @@ def _report(error: Exception, named: Command | None) -> int:
             "fewer sequences at once, shorter ones, or a narrower --dtype take less",
         )
         return 1
-    output.say_error(
-        f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__,
-        "set MAMBA2_DEBUG=1 for the traceback",
-    )
+    hint = "set MAMBA2_DEBUG=1 for the traceback"
+    if isinstance(error, ImportError):
+        hint = f"mamba2 doctor says which packages work; {hint}"
+    output.say_error(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__, hint)
     return 1
 
 

@@ -96,7 +96,7 @@ def bench(
     """
     if (model is None) == (shape is None):
         given = "both" if model else "neither"
-        raise typer.BadParameter(f"MODEL: expected a model or --shape, got {given}")
+        raise typer.BadParameter(f"MODEL: expected a model (demo is one) or --shape, got {given}")
     if shape and revision:
         raise typer.BadParameter("--revision: expected a MODEL, whose repo it is of, got --shape")
     if json and as_csv:
