@@ -27,6 +27,13 @@ from mamba_kernels.triton_math import softplus
 
 
 @triton.jit
+def load_constant(ptrs, state_in, COMPLEX: tl.constexpr):
+    """Load what has no time axis, a pair (ROWS, channels, LANES), as a tile of one token."""
+    re, im = load_pair(ptrs, 1, state_in, COMPLEX)
+    return re[None], im[None]
+
+
+@triton.jit
 def load_tokens(ptrs, stride_t, first, seqlen, t, c_in):
     """Load a tile (tokens, channels) at tokens first + t, 0 outside the sequence; ptrs are those of t."""
     tile_in = ((first + t >= 0) & (first + t < seqlen))[:, None] & c_in[None, :]

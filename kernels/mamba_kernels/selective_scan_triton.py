@@ -18,6 +18,7 @@ from mamba_kernels.selective_scan import ScanInputs
 from mamba_kernels.selective_scan_tiles_triton import (
     advance,
     as_token,
+    load_constant,
     load_moving,
     load_reading,
     moves_of,
@@ -63,9 +64,7 @@ def _scan_kernel(
     state_in = n_in[:, None, :] & c_in[None, :, None]
     state = PARTS * (c[None, :, None] * d_state + n[:, None, :])
     state_size = tl.cast(dim, tl.int64) * d_state * PARTS
-    A_re, A_im = load_pair(A_ptr + state, 1, state_in, COMPLEX)
-    A_re = A_re[None]
-    A_im = A_im[None]
+    A_re, A_im = load_constant(A_ptr + state, state_in, COMPLEX)
     delta_bias = None
     if delta_bias_ptr is not None:
         delta_bias = tl.load(delta_bias_ptr + c, mask=c_in, other=0.0).to(tl.float32)[None, :]
@@ -94,16 +93,12 @@ def _scan_kernel(
         B_ptrs = B_ptr + batch * stride_Bb + group * stride_Bg + n.to(tl.int64)[None] * stride_Bn
         B_ptrs += t64[:, :, None] * (PARTS * stride_Bt)
     else:
-        B_re, B_im = load_pair(B_ptr + state, 1, state_in, COMPLEX)
-        B_re = B_re[None]
-        B_im = B_im[None]
+        B_re, B_im = load_constant(B_ptr + state, state_in, COMPLEX)
     if VARYING_C:
         C_ptrs = C_ptr + batch * stride_Cb + group * stride_Cg + n.to(tl.int64)[None] * stride_Cn
         C_ptrs += t64[:, :, None] * (PARTS * stride_Ct)
     else:
-        C_re, C_im = load_pair(C_ptr + state, 1, state_in, COMPLEX)
-        C_re = C_re[None]
-        C_im = C_im[None]
+        C_re, C_im = load_constant(C_ptr + state, state_in, COMPLEX)
 
     u_next, delta_next, deltaA_next, B_next_re, B_next_im = load_moving(
         u_ptrs, delta_ptrs, deltaA_ptrs, B_ptrs, 0, seqlen, t, c_in, n_in,
