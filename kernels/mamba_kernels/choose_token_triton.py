@@ -24,8 +24,8 @@ from mamba_kernels.choose_token_search_triton import (
 )
 from mamba_kernels.decode_norm_triton import early_start, start_next, wait_for_previous
 from mamba_kernels.triton_launch import stride_unit
+from mamba_kernels.triton_math import LOG2E
 
-LOG2E = 1.4426950408889634
 # exp2 of less is 0 in float32: what lies as far below the largest logit, as an exponent, has no weight.
 SMALLEST_EXPONENT = 150.0
 # Candidates that are compared pair by pair: more of them take longer than a search.
@@ -276,7 +276,7 @@ def launch_sample(
         room = MOST_CANDIDATES
     room = 0 if room > MOST_CANDIDATES else room
     config = {"ROOM": room, "CHUNK": 4096 // max(room, 128)} | (config or config_for(logits))
-    scale = LOG2E / min(temperature, LARGEST_TEMPERATURE)
+    scale = LOG2E.value / min(temperature, LARGEST_TEMPERATURE)
     work = torch.empty(batch, 3 * config["ROOM"], dtype=torch.int32, device=logits.device)
     with torch.cuda.device_of(logits):
         _sample_kernel[(batch,)](

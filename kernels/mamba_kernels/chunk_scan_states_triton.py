@@ -30,8 +30,7 @@ from mamba_kernels.chunk_scan_blocks_triton import (
     strides,
     tl_dtype,
 )
-
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from mamba_kernels.triton_math import LOG2E
 
 
 @triton.jit
