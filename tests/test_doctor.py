@@ -91,7 +91,7 @@ print(json.dumps([outcomes, loaded]))
     assert [outcome for outcome in outcomes if outcome[2] != "ok"] == []
     assert {backend for _, backend, _, _ in outcomes} == {"torch", "triton"}
     kernels = {file.stem for file in (ROOT / "kernels" / "mamba_kernels").glob("*_triton.py")}
-    assert kernels - set(loaded) == set(), "give each a case in mamba_cli/self_test.py"
+    assert kernels - set(loaded) == set(), "give each a case in mamba_cli/self_test_cases.py"
 
 
 @pytest.mark.gpu
