@@ -285,10 +285,9 @@ AT_ONCE = 528
 def config_for(channel_last: bool, batch: int, dim: int, seqlen: int, dtype: torch.dtype) -> dict[str, Any]:
     """Block sizes and num_warps of the forward kernel for a shape.
 
-    Channel-last: 16 bytes of channels a thread, one run of tokens a warp. Runs are as long as lets all
-    programs run at once, or in as few full rounds as keep runs below 129 tokens; if those were short, as long
-    as still give every processor several programs. Channel-first: 16 tokens a thread, of one channel as far
-    as they go.
+    Channel-last: 16 bytes of channels a thread, one run of tokens a warp, and runs as short as lets all
+    programs run at once, or in as few full rounds as keep runs below 129 tokens. Channel-first: 16 tokens a
+    thread, of one channel as far as they go.
     """
     if not channel_last:
         block_t = min(256, max(16, triton.next_power_of_2(seqlen)))
@@ -296,12 +295,8 @@ def config_for(channel_last: bool, batch: int, dim: int, seqlen: int, dtype: tor
     block_d = min(512 // dtype.itemsize, max(16, triton.next_power_of_2(dim)))
     runs, columns = 4, batch * triton.cdiv(dim, block_d)
     rounds = max(1, triton.cdiv(columns * triton.cdiv(seqlen, runs * 128), AT_ONCE))
-    steps = triton.cdiv(triton.cdiv(seqlen, runs * max(1, rounds * AT_ONCE // columns)), 4) * 4
-    if steps < 32:
-        steps = 32
-        while steps > 4 and batch * triton.cdiv(seqlen, runs * steps) * triton.cdiv(dim, block_d) < 1024:
-            steps //= 2
-    return {"RUNS": runs, "STEPS": steps, "BLOCK_D": block_d, "num_warps": 4}
+    steps = triton.cdiv(seqlen, runs * max(1, rounds * AT_ONCE // columns))
+    return {"RUNS": runs, "STEPS": max(4, triton.cdiv(steps, 4) * 4), "BLOCK_D": block_d, "num_warps": 4}
 
 
 def causal_conv1d_fwd(
