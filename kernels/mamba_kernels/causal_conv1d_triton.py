@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.backend import interpreting
-from mamba_kernels.triton_launch import stride_unit
+from mamba_kernels.triton_launch import PROCESSORS, stride_unit
 from mamba_kernels.triton_math import logistic_quotient
 
 
@@ -278,8 +278,8 @@ def _channel_first_kernel(
             )  # fmt: skip
 
 
-# Programs of the channel-last kernel that an H200 runs at once: 4 on each of 132 processors.
-AT_ONCE = 528
+# Programs of the channel-last kernel that run at once: their registers leave room for 4 on a processor.
+AT_ONCE = 4 * PROCESSORS
 
 
 def config_for(channel_last: bool, batch: int, dim: int, seqlen: int, dtype: torch.dtype) -> dict[str, Any]:

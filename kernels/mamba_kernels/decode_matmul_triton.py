@@ -15,11 +15,10 @@ import triton.language as tl
 
 from mamba_kernels.decode_epilogue_triton import finish, load_early, load_residual
 from mamba_kernels.decode_norm_triton import start_next, wait_for_previous
+from mamba_kernels.triton_launch import PROCESSORS
 
 # Elements of K of a warp in a block: 4 lanes load 8 each, 16 bytes.
 SLICE = 32
-# Of an H200.
-PROCESSORS = 132
 
 
 @triton.jit

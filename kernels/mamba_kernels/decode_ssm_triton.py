@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from mamba_kernels.decode_norm_triton import early_start, inside, start_next, unpack, wait_for_previous
+from mamba_kernels.triton_launch import PROCESSORS
 from mamba_kernels.triton_math import silu, softplus
 
 
@@ -102,7 +103,7 @@ def config_for(batch: int, nheads: int, headdim: int, d_state: int) -> dict[str,
     """Block sizes: tiles of 2048 state elements, at least 4 rows and never more rows than a head has.
 
     One warp a tile where there are enough of them to fill the device; else two, as the time is then that of
-    one warp's instructions; tiles of a quarter where there would not be one for each processor of an H200.
+    one warp's instructions; tiles of a quarter where there would not be one for each processor.
     What two warps share they do not hold twice: one would read what the other updates in place.
     """
     block_n, most = triton.next_power_of_2(d_state), triton.next_power_of_2(headdim)
@@ -111,7 +112,7 @@ def config_for(batch: int, nheads: int, headdim: int, d_state: int) -> dict[str,
         return batch * nheads * triton.cdiv(headdim, rows)
 
     rows = min(max(4, 2048 // block_n), most)
-    if tiles(rows) < 132:
+    if tiles(rows) < PROCESSORS:
         return {"BLOCK_P": min(max(4, rows // 4), most), "num_warps": 1}
     return {"BLOCK_P": rows, "num_warps": 1 if tiles(rows) > 2000 or rows * block_n < 64 else 2}
 

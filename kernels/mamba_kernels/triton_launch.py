@@ -1,5 +1,8 @@
 """What launchers of Triton kernels share."""
 
+# Multiprocessors of an H200, for which block sizes are tuned.
+PROCESSORS = 132
+
 
 def stride_unit(*strides: int) -> int:
     """8 where all the strides are multiples of it, else 1; for a kernel that takes strides in that unit.
