@@ -22,6 +22,7 @@ from mamba_kernels.selective_state_update_triton import launch
 CASES = (
     ("mamba2", torch.float32),
     ("mamba2", torch.bfloat16),
+    ("mamba2 untied", torch.float32),
     ("mamba2 untied", torch.bfloat16),
     ("mamba1", torch.float32),
 )
